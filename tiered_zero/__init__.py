@@ -1,7 +1,8 @@
-"""tiered_zero: train PyTorch models that are larger than GPU memory, over device, host and NVMe, bit for bit.
+"""tiered_zero: train PyTorch models that are larger than GPU memory, with the same numbers as plain PyTorch.
 
-The public names are imported when they are first asked for, so that `tiered_zero.record` needs no torch. Further
-errors are in `tiered_zero.errors`, DeepSpeed's names in `tiered_zero.deepspeed`.
+Weights and optimizer state rest on the device, in host memory or on NVMe. Each public name is imported at its first
+use, so that `tiered_zero.record` needs no torch. Further errors are in `tiered_zero.errors`, DeepSpeed's names in
+`tiered_zero.deepspeed`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _DEEPSPEED_NAMES = frozenset(
     "DeepSpeedConfigError DeepSpeedEngine accelerator add_config_arguments checkpointing comm get_accelerator "
     "init_distributed ops runtime utils zero".split()
 )
-"""Names for scripts with `import tiered_zero as deepspeed`."""
+"""DeepSpeed's names, for scripts that write `import tiered_zero as deepspeed`."""
 
 __all__ = [  # noqa: RUF022 (the order of the API page)
     "initialize",

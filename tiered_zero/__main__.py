@@ -1,11 +1,10 @@
-"""Run `tiered-zero` and `python -m tiered_zero`: import the commands after Ctrl-C is answered in one line."""
+"""Run the command line, for `tiered-zero` and `python -m tiered_zero`."""
 
 import sys
 
 
 def main() -> None:
-    """Run the command line. Ctrl-C while its modules are still imported ends as Ctrl-C does later: one line, exit code
-    130."""
+    """Run the command line. Ctrl-C prints one line and exits with code 130, also while modules are still imported."""
     try:
         from tiered_zero.cli.main import main as run
 

@@ -1,4 +1,4 @@
-"""Turn a user's model into an engine with one call, `initialize`, and add its command line arguments to a parser."""
+"""Build an engine from a user's model: `initialize`. Add DeepSpeed's command line arguments: `add_config_arguments`."""
 
 from __future__ import annotations
 
@@ -43,15 +43,16 @@ def initialize(
     """Plan the run, move the model onto its tiers, and return (engine, optimizer, dataloader, lr_scheduler).
 
     The arguments have DeepSpeed's names and order. `config` (or `config_params`): a DeepSpeed-style dict, or the path
-    of a JSON file; `args.deepspeed_config` may name the file instead. `mpu` and `mesh_param` must stand for one rank.
-    `model`: on any device. For a model on the meta device its own initialisers (or `tiered_zero.weights`) give the
-    parameters their values, unit by unit.
+    of a JSON file; `args.deepspeed_config` may name the file instead. `mpu` and `mesh_param`: accepted only if they do
+    not split the model over ranks.
+    `model`: on any device. A model on the meta device gets its values unit by unit, from its own initialisers or from
+    the files of `tiered_zero.weights`.
     `optimizer`: any torch optimizer over the model's parameters, or a callable that makes one from them; it is used
     instead of the config's. `model_parameters`: the parameters or param groups to train; by default every
     parameter of the model that requires a gradient.
     `lr_scheduler`: a scheduler, or a callable that makes one from the optimizer; it is used instead of the config's.
-    `training_data`: a dataset, returned as a DataLoader with the config's micro-batch size, in the dataset's order; or
-    a `TrainingLoader`, which may shuffle and have workers. Checkpoints save the position in either.
+    `training_data`: a dataset, for which a TrainingLoader with the config's micro-batch size is made, in the dataset's
+    order; or a `TrainingLoader`, which may shuffle and have workers. Checkpoints save the loader's position.
 
     The model is changed in place: its parameters become views that hold values only while they are used. Raises
     ConfigError, ModelError, PlanError or StoreError, where possible before anything is allocated or written.
@@ -128,8 +129,8 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def _check_one_rank(**sizes: object) -> None:
-    """Raise ModelError if an argument asks for model parallelism. `sizes`: the argument's name -> the mpu or mesh that
-    the script passed, or None."""
+    """Raise ModelError if an argument asks for ranks that split the model. `sizes`: name of an argument of `initialize`
+    -> the mpu or mesh that the script passed, or None."""
     for name, given in sizes.items():
         ask = getattr(given, "get_model_parallel_world_size", None) or getattr(
             given, "get_tensor_model_parallel_world_size", None

@@ -1,4 +1,4 @@
-"""Load training data in a known order, from a position that can be saved. `initialize` returns such a loader."""
+"""Load training data in a fixed order, and save and restore the position in that order: `TrainingLoader`."""
 
 from __future__ import annotations
 
@@ -19,25 +19,28 @@ _COUNT = range(1 << 63)
 
 
 class TrainingLoader(DataLoader[Any]):
-    """A DataLoader that counts the batches taken from it, and after `load_state_dict` continues with the next batch.
+    """A DataLoader that can save its position in the data, and later continue with the next batch.
 
-    `initialize(training_data=...)` accepts a TrainingLoader and returns one; checkpoints then save its position. A
-    loader that was not passed to `initialize` is saved by putting its `state_dict()` into client_state. Samples come in
-    the order of the dataset, or with `shuffle` in the order of a permutation that depends only on `seed` and the number
-    of the pass. `options`: those of DataLoader, except sampler, batch_sampler and generator, which decide the order.
+    `initialize(training_data=...)` accepts a TrainingLoader and returns one; checkpoints then save its position. To
+    save another loader's position, put its `state_dict()` into client_state. Samples come in the dataset's order; with
+    `shuffle` they come in a random order that depends only on `seed` and the number of the pass. `options`: arguments
+    of DataLoader, except sampler, batch_sampler and generator, because these decide the order.
 
-    A pass is one `iter()` over the data. A batch counts once it is taken, not when a worker has read it ahead. A pass
-    whose iterator is gone, as after `break`, is over: the next pass begins at the first sample. A state saved in the
-    middle of a pass makes the next `iter()` give exactly the remaining batches of that pass (none, if the last batch
-    was taken but the iterator had not ended). Resuming leaves the random generators as they are. Without workers,
-    samples that use random numbers are resumed with equal bits; worker processes draw from their own generators, which
-    begin again. An IterableDataset has no index: the batches taken before are read again and dropped.
+    A pass is one `iter()` over the data.
+
+    * A batch counts when the user takes it, not when a worker reads it ahead.
+    * A pass ends early if its iterator is dropped, as after `break`. The next pass begins at the first sample.
+    * If a state was saved in the middle of a pass, the next `iter()` after loading it gives exactly the remaining
+      batches of that pass. After the last batch this is an empty pass, unless the iterator had already ended.
+    * Resuming leaves the random generators as they are. Without workers, samples that use random numbers are resumed
+      with equal bits. Worker processes have their own generators, which begin again.
+    * An IterableDataset has no index: the batches taken before are read again and dropped.
     """
 
     def __init__(
         self, dataset: Dataset[Any], batch_size: int | None = 1, *, shuffle: bool = False, seed: int = 0, **options: Any
     ) -> None:
-        """Raises TypeError for `options` that decide the order of samples, and what DataLoader raises."""
+        """Raises TypeError if `options` decide the order of samples, and for `shuffle` with an IterableDataset."""
         if fixed := options.keys() & {"sampler", "batch_sampler", "generator"}:
             raise TypeError(f"TrainingLoader decides the order of samples itself; leave out {', '.join(sorted(fixed))}")
         self._order = None if isinstance(dataset, IterableDataset) else _Order(cast(Sized, dataset), shuffle, seed)
@@ -46,10 +49,10 @@ class TrainingLoader(DataLoader[Any]):
         elif shuffle:
             raise TypeError("TrainingLoader cannot shuffle an IterableDataset; shuffle inside the dataset")
         self._num_passes = 0
-        """How many passes are over; also the number of the next pass, counted from 0."""
+        """The number of passes that are over. The pass under way has this number too: passes are counted from 0."""
         self._current: weakref.ref[_Pass] | None = None
         self._resumed: Mapping[str, Any] | None = None
-        """The state of a saved pass that the next `iter()` resumes; None: it begins a new pass."""
+        """The saved state from which the next `iter()` continues; None: the next `iter()` begins a new pass."""
         super().__init__(dataset, batch_size, **options)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # DataLoader's own iterator cannot count
@@ -72,14 +75,17 @@ class TrainingLoader(DataLoader[Any]):
         return begun
 
     def split(self, rank: int, num_ranks: int) -> None:
-        """Keep every `num_ranks`-th sample, from sample `rank` on, for this rank. Each rank gets the same number of
-        samples: the first ones come again at the end of the pass, or with `drop_last` the last ones are left out. An
-        IterableDataset is not split here: it has to split itself."""
+        """Give this rank every `num_ranks`-th sample, beginning with sample `rank`.
+
+        All ranks get the same number of samples. If the dataset does not divide evenly, its first samples come again at
+        the end of the pass; with `drop_last` its last samples are left out instead. An IterableDataset is not split
+        here: it has to split itself."""
         if self._order is not None:
             self._order.rank, self._order.num_ranks, self._order.drops = rank, num_ranks, self.drop_last
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the order of the samples and this loader's position in that order, as plain values and a tensor."""
+        """Return this loader's position, and what decides the order of its samples. The values are plain, except one
+        tensor: the random state at the begin of the pass."""
         self._end_current(only_gone=True)
         current = self._current() if self._current is not None else None
         order = self._order
@@ -100,7 +106,8 @@ class TrainingLoader(DataLoader[Any]):
         return state
 
     def check_state_dict(self, state: Any) -> None:
-        """Raise StoreError unless `state`, which is untrusted, has the form of what `state_dict()` returns."""
+        """Raise StoreError if `state` does not have the form that `state_dict()` returns. `state`: untrusted, since it
+        comes from a file."""
         names = {"pass", "num_batches", "num_samples", "random_state", "length", "shuffle", "seed"}
         if type(state) is not dict or state.keys() != names:
             raise StoreError(f"A loader's state was expected to have {', '.join(sorted(names))}; found {state!a:.200}.")
@@ -122,9 +129,12 @@ class TrainingLoader(DataLoader[Any]):
                 raise StoreError(f"A loader's random_state is not what was saved: {error}.") from None
 
     def resplit(self, state: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
-        """Convert `state`, saved by a loader that was split over `num_ranks` ranks, to this loader's split. If it was
-        saved in the middle of a pass, the next sample is the first that no rank had taken, or one up to `num_ranks`
-        samples before that."""
+        """Convert `state` to this loader's number of ranks. `num_ranks`: the number of ranks of the loader that saved
+        it.
+
+        In the middle of a pass the ranks continue with the first sample that no rank had taken. If the number of taken
+        samples is not divisible by this loader's number of ranks, the last of these samples, fewer than there are
+        ranks, come again."""
         order, length = self._order, state["length"]
         if order is None or num_ranks == order.num_ranks or length != order.length_of(num_ranks):
             return dict(state)
@@ -133,10 +143,10 @@ class TrainingLoader(DataLoader[Any]):
         return {**state, "num_samples": num_samples, "num_batches": num_batches, "length": len(order)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next `iter()` continue from `state`; iterators that exist already stay as they are.
+        """Make the next `iter()` continue from `state`. Existing iterators are not changed.
 
-        If the dataset's length has changed, the saved pass begins anew, and a warning says so. Raises StoreError, with
-        nothing changed, if `state` is not the state of a loader.
+        If the dataset's length has changed, the saved pass begins again at its first sample, and a warning says so.
+        Raises StoreError, with nothing changed, if `state` is not the state of a loader.
         """
         self.check_state_dict(state)
         order = self._order
@@ -160,7 +170,7 @@ class TrainingLoader(DataLoader[Any]):
             order.shuffle, order.seed = state["shuffle"], state["seed"]
 
     def _seek(self, begun: _Pass) -> None:
-        """Let the sampler's next iterator begin at the position of the pass `begun`."""
+        """Set the sampler to the position of the pass `begun`; the sampler's next iterator begins there."""
         if self._order is not None:
             self._order.number, self._order.start = begun.number, begun.num_samples
 
@@ -184,7 +194,7 @@ class TrainingLoader(DataLoader[Any]):
 
 @final
 class _Pass(Iterator[Any]):
-    """The iterator of one pass over the data; counts what is taken."""
+    """Iterates over the batches of one pass, and counts the batches and samples that the user takes."""
 
     batches: Iterator[Any]
 
@@ -196,8 +206,8 @@ class _Pass(Iterator[Any]):
         num_batches: int = 0,
         num_samples: int = 0,
     ) -> None:
-        """`random_state`: the state of torch's generator when the pass began. `num_batches`, `num_samples`: how many
-        were taken before, if the pass is resumed."""
+        """`random_state`: the state of torch's generator when the pass began. `num_batches`, `num_samples`: the numbers
+        that were taken before a pass was resumed; 0 in a new pass."""
         self._loader = loader
         self.number = number
         self.random_state = random_state
@@ -210,7 +220,7 @@ class _Pass(Iterator[Any]):
         return len(self._loader)
 
     def __next__(self) -> Any:
-        if self._is_untouched:  # torch asks the sampler now, or has asked when workers began
+        if self._is_untouched:  # torch asks the sampler now; with workers it has asked before
             self._loader._seek(self)
             self._is_untouched = False
         try:
@@ -225,7 +235,7 @@ class _Pass(Iterator[Any]):
 @final
 class _Order(Sampler[int]):
     """Yields the indices of one rank's samples, from position `start` on, in the order of the pass `number`. `drops`:
-    whether to leave out the last samples if they do not suffice for every rank."""
+    whether to leave out the last samples if there is not one for every rank."""
 
     rank, num_ranks, drops = 0, 1, False
 

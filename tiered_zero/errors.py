@@ -2,7 +2,7 @@
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Show `text` below the traceback of `error`, once. Python 3.10 has no notes."""
+    """Let Python print `text` below the traceback of `error`, once. Does nothing on Python 3.10, which has no notes."""
     if hasattr(error, "add_note") and text not in getattr(error, "__notes__", ()):
         error.add_note(text)
 
@@ -20,11 +20,11 @@ class PlanError(TieredZeroError):
 
 
 class ModelError(TieredZeroError):
-    """The model (or the optimizer over it) is not one that can be trained here; the message says why."""
+    """The model or its optimizer cannot be used here; the message says why."""
 
 
 class InternalError(TieredZeroError):
-    """A rule of tiered_zero's own is broken: an error in this package, not in the model or the run."""
+    """tiered_zero has a bug: it broke one of its own rules. The model and the run are not the cause."""
 
 
 class ParameterOffloadedError(TieredZeroError, RuntimeError):
@@ -32,19 +32,19 @@ class ParameterOffloadedError(TieredZeroError, RuntimeError):
 
 
 class BudgetError(TieredZeroError):
-    """An allocation would pass the limit of its tier: the run left its plan."""
+    """An allocation would exceed the byte limit of its tier: the run left its plan."""
 
 
 class TransferError(TieredZeroError, OSError):
-    """A read or write failed, was short, or stalled; carries path, offset, bytes wanted and got."""
+    """A read or write failed, was short, or stalled; the message has path, offset, and the bytes wanted and got."""
 
 
 class StoreError(TieredZeroError):
-    """A swap directory, its manifest or its contents are not what they must be."""
+    """A swap directory, checkpoint or record cannot be used: it is missing, damaged, or not of the expected form."""
 
 
 class UntaggedCommitError(StoreError):
-    """A step is committed in place, but its tag is not durable. `step`: that step."""
+    """A save committed a step in place, but could not write the step's tag durably. `step`: the committed step."""
 
     def __init__(self, message: str, step: int | None = None) -> None:
         super().__init__(message)
@@ -52,8 +52,8 @@ class UntaggedCommitError(StoreError):
 
 
 class CorruptionError(StoreError):
-    """Bytes read back are not the bytes written. No update is computed from them. A load that raises this may have put
-    them into weights or state, so the engine takes no further step."""
+    """Bytes read back are not the bytes written. No update is computed from damaged bytes. A failed load may have left
+    damaged bytes in weights or state, so the engine takes no further step."""
 
 
 class EngineFailedError(TieredZeroError):
@@ -65,11 +65,11 @@ class RankError(TieredZeroError):
 
 
 class MissingNameError(TieredZeroError, AttributeError):
-    """A name that does not exist here, perhaps DeepSpeed's; the message says what to do instead."""
+    """A script used a name, perhaps DeepSpeed's, that does not exist here; the message says what to do instead."""
 
 
 class MissingModuleError(TieredZeroError, ModuleNotFoundError):
-    """A module of DeepSpeed that does not exist here; the message says what to do instead."""
+    """A script imported a module of DeepSpeed that does not exist here; the message says what to do instead."""
 
 
 class NonFiniteError(TieredZeroError):

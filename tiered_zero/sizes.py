@@ -3,17 +3,19 @@
 import math
 
 TIERS = ("device", "host", "nvme")
-"""Fastest first."""
+"""The names of the tiers, fastest first."""
 
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
 
 PAGE_NBYTES = 4096
-"""The alignment of every extent, arena slot and O_DIRECT request: it suits 512-byte and 4Kn devices alike."""
+"""The alignment of every extent in a file, slot in memory and O_DIRECT request. It suits disks with sectors of 512
+bytes and of 4 KiB."""
 
 HUGE_PAGE_NBYTES = 2 * MIB
-"""The huge page of x86 and most ARM systems. Larger memory is aligned to such pages and asked for in them."""
+"""The size of a huge page on x86 and most ARM systems. Allocations of at least this size are aligned to it, and ask the
+system for huge pages."""
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "kib": KIB, "m": 10**6, "mb": 10**6, "mib": MIB}
 _UNITS |= {"g": 10**9, "gb": 10**9, "gib": GIB, "t": 10**12, "tb": 10**12, "tib": 1 << 40}
@@ -25,7 +27,7 @@ def align_up(value: int, alignment: int) -> int:
 
 
 def format_nbytes(nbytes: float) -> str:
-    """Print a size: 1536 -> '1.5 KiB'; exact below 1 KiB."""
+    """Format a size: 1536 -> '1.5 KiB'; exact below 1 KiB."""
     size = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
@@ -35,7 +37,7 @@ def format_nbytes(nbytes: float) -> str:
 
 
 def ceil_nbytes(nbytes: int) -> str:
-    """Print a size rounded up, so that it parses to no less: 1537 -> '1.6 KiB'."""
+    """Format a size, rounded up: 1537 -> '1.6 KiB'. `parse_nbytes` of the text gives at least `nbytes`."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if nbytes >= unit:
             tenths = -(-10 * nbytes // unit)
@@ -58,7 +60,8 @@ def parse_nbytes(text: str | int | float) -> int:
 
 
 def parse_hardware_nbytes(text: str) -> int:
-    """Parse a size or rate of hardware as `parse_nbytes` does; it must be above zero and, below a MiB, have a unit."""
+    """Parse a size or rate of hardware as `parse_nbytes` does. Raises ValueError also for zero, and for a number below
+    1 MiB without a unit: probably the unit was forgotten."""
     nbytes = parse_nbytes(text)
     if nbytes <= 0:
         raise ValueError(f"{text!r:.100} is not above zero")

@@ -18,10 +18,11 @@ TERMINATED = 128 + signal.SIGTERM
 
 @final
 class StopRequest:
-    """Holds whether a signal has asked the program to stop. `at_boundary`: at the first signal the program ends its
-    step, saves, and stops by itself. Without `at_boundary`, and from the second signal on, Ctrl-C raises
-    KeyboardInterrupt and SIGTERM raises SystemExit in the main thread. `code`: the exit code for the first signal;
-    None before it."""
+    """Remembers that a signal has asked the program to stop.
+
+    `at_boundary`: true: the first signal raises nothing, and the program ends its step, saves, and stops by itself.
+    False: the first signal raises at once, as every later signal does in any case: Ctrl-C raises KeyboardInterrupt and
+    SIGTERM raises SystemExit, in the main thread. `code`: the exit code for the first signal; None if none has come."""
 
     def __init__(self, at_boundary: bool) -> None:
         self.at_boundary = at_boundary
@@ -36,7 +37,7 @@ class StopRequest:
 
     def take(self, number: int, frame: FrameType | None) -> None:
         """Handle the signal `number`: Python calls this in the main thread, with the interrupted stack frame."""
-        if os.getpid() != self._pid:  # a worker, forked since: the parent says when it ends
+        if os.getpid() != self._pid:  # a forked worker: its parent decides when it ends
             if number == signal.SIGTERM:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
@@ -61,7 +62,7 @@ def stop_on_signals(*, at_boundary: bool = True) -> Iterator[StopRequest]:
     """
     request = StopRequest(at_boundary)
     numbers = [signal.SIGTERM]
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # which it is in the background of a shell script
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a shell script's background jobs ignore it
         numbers.append(signal.SIGINT)
     before = {number: signal.signal(number, request.take) for number in numbers}
     try:

@@ -1,9 +1,9 @@
 """Wrap the operating system: descriptors, anonymous memory, this process and its control groups.
 
-Promise: a descriptor is closed once, at the latest with its object; a forked child, which inherits an object's memory
-but neither its threads nor its files, knows that it is one. Control groups may allow less memory and fewer processors
-than the machine has. Owner: the caller that opened the descriptor or mapped the memory. Never: imports torch or numpy,
-or knows of a run.
+Promise: a descriptor is closed exactly once, at the latest when its object is collected. A forked child, which has the
+memory of its parent's objects but not their threads, can find out that it is a child. Control groups are read because
+they may allow less memory and fewer processors than the machine has. Owner: the caller that opened the descriptor or
+mapped the memory. Never: imports torch or numpy, or knows of a run.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ logger = logging.getLogger("tiered_zero")
 class Descriptor(int):
     """An open file descriptor of this process, made by `opened`.
 
-    It is closed by `close`, at the end of a `with` block, or when the object is collected. It is an int, for the calls
-    that take one; the object must live as long as they use it."""
+    It is closed by `close`, at the end of a `with` block, or when the object is collected. It is an int, so that it can
+    be passed to functions of `os`; keep the object alive while they use the descriptor."""
 
     closed = False
 
     def close(self) -> None:
         """Close the descriptor. Idempotent. Raises OSError."""
         if not self.closed and self >= 0:
-            self.closed = True  # first: a number that is free again may be another file's
+            self.closed = True  # first: once closed, the number may belong to another file
             os.close(self)
 
     def __enter__(self) -> Descriptor:
@@ -48,8 +48,8 @@ class Descriptor(int):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __del__(self, suppress: type[suppress] = suppress) -> None:  # which is gone as the interpreter ends
-        with suppress(Exception):  # a finalizer cannot raise it
+    def __del__(self, suppress: type[suppress] = suppress) -> None:  # the global is gone as Python ends
+        with suppress(Exception):  # a finalizer must not raise
             self.close()
 
 
@@ -85,12 +85,12 @@ _LEAST_STRETCH_NBYTES = 16 << 20
 
 
 def touch_pages(address: int, nbytes: int, num_threads: int, cpus: Collection[int] = ()) -> None:
-    """Allocate the pages of a mapping on several threads; their content stays.
+    """Allocate the pages of a mapping, on several threads; their content stays.
 
-    Called before pages are pinned, which would allocate them on one thread: the system clears each page at its first
-    use, in 0.4 s of a core per GiB (0.05 s in huge pages). `cpus`: the threads run on these processors, and so the
-    pages lie on the NUMA node of these. Does nothing if the mapping is too small for two threads and no processor is
-    named, or if the system refuses."""
+    Called before pages are pinned, because pinning allocates them on one thread. The system clears each page when it
+    allocates it, in 0.4 s of a core per GiB (0.05 s in huge pages). `cpus`: the processors on which the threads run;
+    the pages then lie on the NUMA node of these processors. Does nothing if the system refuses, or if the mapping is
+    too small for two threads and `cpus` is empty."""
     stretch_nbytes = align_up(max(_LEAST_STRETCH_NBYTES, -(-nbytes // num_threads)), PAGE_NBYTES)
     if sys.platform != "linux" or (nbytes <= stretch_nbytes and not cpus):
         return
@@ -100,7 +100,7 @@ def touch_pages(address: int, nbytes: int, num_threads: int, cpus: Collection[in
     def touch(start: int) -> None:
         if cpus:
             with suppress(OSError):
-                os.sched_setaffinity(0, cpus)  # of this thread, which ends here
+                os.sched_setaffinity(0, cpus)  # only for this thread, which ends with this function
         advise(address + start, min(stretch_nbytes, nbytes - start), _POPULATE_WRITE)
 
     threads = [threading.Thread(target=touch, args=(start,)) for start in range(0, nbytes, stretch_nbytes)]
@@ -112,9 +112,10 @@ def touch_pages(address: int, nbytes: int, num_threads: int, cpus: Collection[in
 
 @final
 class OwnProcess:
-    """Remembers the process in which this object is made. Any thread; takes no lock, which might be locked at a fork.
+    """Remembers the process that made this object, so that a forked child can be refused. Any thread. Takes no lock,
+    because a fork may copy a lock while it is held.
 
-    `what`: the name of the user's object in the text of the error, such as "engine". `error`: the class of that error.
+    `what`: the user's object as the error's text calls it, such as "engine". `error`: the class of that error.
     """
 
     def __init__(self, what: str = "engine", error: type[TieredZeroError] = ModelError) -> None:
@@ -125,7 +126,7 @@ class OwnProcess:
         return os.getpid() == self._pid
 
     def check(self) -> None:
-        """Raise the error in a forked child."""
+        """Raise `error` if this process is a forked child."""
         if not self.is_current():
             raise self._error(
                 f"This {self._what} belongs to process {self._pid}; found a call in process {os.getpid()}, which was "
@@ -135,10 +136,11 @@ class OwnProcess:
 
 
 def cgroup_folders(controller: str, proc: Path, mount: Path) -> Iterator[Path]:
-    """Yield the mounted folders of this process's control group and of its ancestors: those of `controller` for cgroup
-    v1, and those of v2. `proc`, `mount`: usually /proc and /sys/fs/cgroup.
+    """Yield the folder of this process's control group, then the folders of the groups around it, if they are mounted.
 
-    Inside a container the path in /proc/self/cgroup is often not mounted; the limits of its mounted ancestors apply."""
+    `controller`: the controller of cgroup v1, such as "memory"; folders of cgroup v2 are yielded too. `proc`, `mount`:
+    usually /proc and /sys/fs/cgroup. Inside a container the group's own folder is often not mounted; the limits in the
+    folders around it apply."""
     for line in read_text(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -161,7 +163,7 @@ def read_text(path: Path) -> str:
 
 
 def processor_name() -> str:
-    """Return the processor's model as Linux names it; else the name of the machine's architecture."""
+    """Return the processor's model as /proc/cpuinfo names it; without that, the name of the machine's architecture."""
     lines = read_text(Path("/proc/cpuinfo")).splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())
@@ -177,8 +179,8 @@ GOOD, POOR, BAD = "ok", "slow", "off"
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of `tiered-zero doctor`. `name`: what was looked at. `state`: "ok", "slow" (works, but not at full
-    speed) or "off". `found`: what was found. `fix`: what the user can do; "" for nothing."""
+    """One line of `tiered-zero doctor`. `name`: what was checked. `state`: "ok", "slow" (works, but not at full speed)
+    or "off". `found`: the result. `fix`: what the user can do; "" if nothing."""
 
     name: str
     state: str

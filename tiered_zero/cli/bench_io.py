@@ -1,8 +1,8 @@
 """Find the best of four aio settings for a disk: `tiered-zero bench io DIR`.
 
-With each setting a file is read, written, and both at once, through the I/O engine that a run would choose in DIR. The
-score of a setting is the geometric mean of the three rates. The rates with the default setting go into the record that
-plans read (assembly/machine_rates.py).
+Each setting is tried on one file with three loads: reads, writes, and both at once. The I/O engine is the one that a
+run would choose in DIR. The score of a setting is the geometric mean of its three rates. The rates of the default
+setting are saved for plans (assembly/machine_rates.py).
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ SETTINGS = (
     IOSettings(block_size=2 * MIB, queue_depth=4),
     IOSettings(block_size=2 * MIB, queue_depth=16),
 )
-"""The default setting, and the best of 1..4 MiB x 4..16 in tools/bench/records/io.jsonl: for reads (and for both at
-once), for both at once by fio, and for writes."""
+"""The default setting; then those that were best in tools/bench/records/io.jsonl, among blocks of 1 to 4 MiB and queue
+depths of 4 to 16: for reads (and for reads and writes at once), for both at once as fio measures it, for writes."""
 
 MAX_SECONDS = 60
 """The most seconds of a measurement, and the default."""
 
 WANTED_NBYTES = GIB
-"""The size of the file if time and space allow: larger than the cache of most drives."""
+"""The size of the file, if time and space suffice: larger than the cache of most drives."""
 
 LEAST_NBYTES = 4 * MIB
 _LEAST_TRIAL_S = 0.01
 _FILL_SHARE, _END_SHARE = 0.15, 0.05
-"""Shares of the given seconds: to fill the file, and left unused so that the measurement ends in time."""
+"""Shares of the given seconds: for writing the file first, and in reserve so that the measurement ends in time."""
 
 
 @click.group("bench")
@@ -72,7 +72,7 @@ def io(directory: Path, seconds: float, as_json: bool) -> None:
     """
     begun_s = time.perf_counter()
     click.echo(f"Measuring {directory} for at most {seconds:g} s.", err=True)
-    with stop_on_signals(at_boundary=False):  # its file is removed
+    with stop_on_signals(at_boundary=False):  # SIGTERM raises, so that the file is removed
         report = measure_directory(directory, begun_s + seconds * (1 - _END_SHARE))
     save_disk(report["disk"])
     report["seconds"] = time.perf_counter() - begun_s
@@ -83,11 +83,11 @@ def io(directory: Path, seconds: float, as_json: bool) -> None:
 
 
 def measure_directory(directory: Path, end_s: float, choices: Sequence[IOSettings] = SETTINGS) -> dict[str, Any]:
-    """Measure the disk of `directory` with each of `choices`, the default settings first, until `end_s`, a time of
-    time.perf_counter(). Return the report that `bench io --json` prints.
+    """Measure the disk of `directory` with each of `choices`, and return the report that `bench io --json` prints.
 
-    "disk" in the report has the rates with the default settings, which a run uses unless its config says otherwise.
-    Raises ConfigError, PlanError, StoreError.
+    `end_s`: when to end, by time.perf_counter(). `choices`: the first must be the default settings, with which a run
+    works if its config names no others; "disk" in the report has the rates of these. Raises ConfigError, PlanError,
+    StoreError.
     """
     fstype = filesystem_type(directory)
     notes = [line.removeprefix("nvme_path ") for line in filesystem_warnings(str(directory), fstype)]
@@ -129,8 +129,8 @@ def measure_directory(directory: Path, end_s: float, choices: Sequence[IOSetting
 
 
 def _fill(path: str, directory: Path, free_nbytes: int, seconds: float, notes: list[str]) -> int:
-    """Write the file `path`, as large as wanted or as space and `seconds` allow, and add a note to `notes` if it is
-    smaller than wanted. Return its size in bytes. Raises PlanError if the disk is full."""
+    """Write the file `path` of WANTED_NBYTES, or of as many bytes as space and `seconds` allow, and return its size in
+    bytes. Add a note to `notes` if the file is smaller than WANTED_NBYTES. Raises PlanError if the disk is full."""
     room_nbytes = free_nbytes * 4 // 5 // MIB * MIB
     if room_nbytes < LEAST_NBYTES:
         raise PlanError(

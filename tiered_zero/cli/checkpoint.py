@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tiered_zero.checkpoint.tag import TagInfo
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Value of --dtype -> torch's name of the dtype. Only functions that need torch import it: --help does not wait."""
+"""Value of --dtype -> torch's name of the dtype. This module does not import torch, so that --help is fast."""
 
 
 @click.group("checkpoint")
@@ -101,13 +101,14 @@ def verify_command(directory: Path, as_json: bool) -> None:
 
 
 def _echo_reasons(reasons: Iterable[tuple[str, str]]) -> None:
-    """Print one line for consecutive tags with the same reason, as the tags of commits in place have."""
+    """Print the reason of each tag. Consecutive tags with the same reason, such as those of commits in place, share one
+    line. `reasons`: pairs (tag, reason)."""
     for reason, own in groupby(reasons, key=lambda item: item[1]):
         click.echo(printable(f"{_span([tag for tag, _ in own])}: {reason}"))
 
 
 def _span(tags: Sequence[str]) -> str:
-    """Name consecutive tags in a text that stays short, however many tags they are."""
+    """Return the names of consecutive tags as text; of more than 6 tags only the first, the last and their number."""
     return ", ".join(tags) if len(tags) < 7 else f"{tags[0]} to {tags[-1]} ({len(tags)})"
 
 
@@ -195,7 +196,7 @@ def _state(info: TagInfo) -> Text:
 
 
 def _tags(directory: Path) -> list[TagInfo]:
-    """List the tags in a directory of checkpoints; if `directory` is itself a checkpoint, its own tag."""
+    """Return the tags in `directory`, oldest first; if `directory` is itself a checkpoint, return its own tag."""
     from tiered_zero.checkpoint.index import MANIFEST_NAME
     from tiered_zero.checkpoint.tag import list_tags, look_at
 

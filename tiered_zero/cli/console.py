@@ -1,4 +1,4 @@
-"""Read the options and print the results that commands share: log lines and progress on stderr, tables on stdout."""
+"""Define what commands share: options, log lines and progress on stderr, tables and JSON on stdout."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 def parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """Return a callback that reads an option's text, or each of its texts, by `parse`. A ConfigError or ValueError that
-    `parse` raises is reported as wrong usage."""
+    """Return a click callback that converts an option's text by `parse`; if the option is repeated, each of its texts.
+    A ConfigError or ValueError from `parse` is reported as wrong usage."""
 
     def read(_ctx: click.Context, _param: click.Parameter, value: Any) -> Any:
         try:
@@ -49,7 +49,7 @@ parse_bytes = parsed(parse_nbytes)
 
 
 def parse_source(text: str) -> GPTConfig | str:
-    """Read "gpt:layers=24" as a GPTConfig; return "module:function" as it is. Raises ConfigError, ValueError."""
+    """Convert "gpt:layers=24" to a GPTConfig; return "module:function" unchanged. Raises ConfigError, ValueError."""
     if text.partition(":")[0] == "gpt":
         return parse_gpt(text)
     if not re.fullmatch(r"[\w.]+:\w+", text):
@@ -58,28 +58,29 @@ def parse_source(text: str) -> GPTConfig | str:
 
 
 def parse_size(text: str) -> GPTConfig:
-    """Return the shape of a GPT of about as many parameters as `text` says: "7B" or "7e9". Raises ConfigError."""
+    """Return the shape of a GPT with about this number of parameters. `text`: "7B" or "7e9". Raises ConfigError."""
     return gpt_of_size(parse_count(text))
 
 
 STDERR = Console(stderr=True)
-"""The console that progress and log share: log lines are printed above the bar. It follows a replaced sys.stderr."""
+"""The console of the progress bar and of log lines, so that log lines are printed above the bar. It writes to the
+sys.stderr of the moment."""
 
 _NUMBERS = {
     *("age", "block", "busy", "bytes", "depth", "mixed", "peak", "planned", "rate while busy", "read", "runs"),
     *("seconds", "share", "step", "write"),
 }
-"""Columns that are aligned right."""
+"""Names of table columns that are aligned right."""
 
 
 def stdout() -> Console:
-    """Return a console for results. It wraps lines at the width of the terminal, or at COLUMNS. In a file or a pipe
-    lines stay whole, and can be searched."""
+    """Return a console for results. On a terminal it wraps lines at the terminal's width. In a file or a pipe it keeps
+    lines whole, so that they can be searched. The variable COLUMNS sets another width."""
     return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 1000)
 
 
 class ConsoleHandler(logging.Handler):
-    """Prints log lines on stderr, those above INFO with their level."""
+    """Prints log lines on stderr. Lines above INFO begin with their level."""
 
     def emit(self, record: logging.LogRecord) -> None:
         level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: {rank_prefix()}"
@@ -87,19 +88,19 @@ class ConsoleHandler(logging.Handler):
 
 
 def configure_logging() -> None:
-    """Configure the package's logger. Ranks other than the first print errors only."""
+    """Configure the package's logger: rank 0 prints lines from INFO on, other ranks print errors only."""
     logger = logging.getLogger("tiered_zero")
     logger.setLevel(logging.INFO if rank_prefix() in ("", "rank 0: ") else logging.ERROR)
     logger.handlers = [ConsoleHandler()]
 
 
 def rank_prefix() -> str:
-    """Return "rank 1: " with the launcher's RANK if there are several ranks; else ""."""
+    """Return "rank N: " with the launcher's RANK if there are several ranks; else ""."""
     return f"rank {os.environ.get('RANK', '?')}: " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
 
 
 def printable(text: str) -> str:
-    """Escape the characters of foreign text that a terminal could obey or cannot show."""
+    """Escape characters that are not printable, so that text from files cannot send commands to the terminal."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 

@@ -1,8 +1,8 @@
-"""Take DeepSpeed's place outside of a script: start ranks by torchrun with the options of its launcher (`tiered-zero
-launch`), and install a distribution `deepspeed` in which other tools find `tiered_zero.deepspeed` (`tiered-zero
-deepspeed-alias`).
+"""Replace DeepSpeed's launcher and its distribution.
 
-Only `deepspeed-alias install` writes that distribution, and nothing in tiered_zero imports it.
+`tiered-zero launch` starts ranks by torchrun, with the options of DeepSpeed's launcher. `tiered-zero deepspeed-alias`
+installs a distribution named `deepspeed` (the alias): through it other tools import `tiered_zero.deepspeed`. Nothing in
+tiered_zero imports the alias.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ class Place:
 
     @property
     def infos(self) -> list[Path]:
-        """Return the alias's metadata directories, of any version; the list is empty if no alias is installed."""
+        """Return the metadata directories of installed aliases, of any version; empty if no alias is installed."""
         return sorted(self.packages.glob("deepspeed-*+tiered.zero.dist-info"))
 
     @property
     def command(self) -> Path:
-        """Return the path of the command `deepspeed`, the launcher."""
+        """Return the path of the alias's command `deepspeed`, the launcher."""
         return self.scripts / "deepspeed"
 
     def remove(self) -> None:
-        """Remove the files of the alias, of any version, and the directories that are empty then."""
+        """Remove the files of the alias, of any version, and then its directories if they are empty."""
         package = self.packages / "deepspeed"
         files = [path for path in (package / "__init__.py", self.command) if _is_ours(path)]
         files += package.glob("__pycache__/__init__.*.pyc") if package / "__init__.py" in files else ()
@@ -72,7 +72,7 @@ class Place:
 
 
 def _is_ours(path: Path) -> bool:
-    """Return whether an install has written the file."""
+    """Return whether `deepspeed-alias install` has written the file."""
     return path.exists() and b"tiered_zero" in path.read_bytes()
 
 
@@ -111,7 +111,7 @@ def install(place: Place) -> None:
             "or name a directory for PYTHONPATH: --target DIR."
         )
     info = place.packages / f"deepspeed-{VERSION}.dist-info"
-    files = {  # metadata first: a partial install is known as ours
+    files = {  # metadata first, so that a partial install can be recognized and removed
         info / "METADATA": _METADATA,
         place.packages / "deepspeed" / "__init__.py": _PACKAGE,
         place.command: _COMMAND,
@@ -158,7 +158,7 @@ def status(place: Place) -> None:
 
 
 def _find_real(place: Place) -> str | None:
-    """Name a DeepSpeed that `install` has not written, in `place` or on this Python's path; None if there is none."""
+    """Return a text that names the real DeepSpeed in `place` or on this Python's path; None if there is none."""
     for found in metadata.distributions(name="deepspeed", path=[str(place.packages), *sys.path]):
         if "+tiered" not in found.version:
             return f"deepspeed {found.version} in {found.locate_file('')}"
@@ -167,7 +167,7 @@ def _find_real(place: Place) -> str | None:
 
 
 def _named(info: Path) -> str:
-    """Return the distribution's name and version."""
+    """Return name and version of the distribution with the metadata directory `info`: "deepspeed 0.19.8"."""
     return " ".join(info.name.removesuffix(".dist-info").split("-", 1))
 
 

@@ -1,4 +1,4 @@
-"""Train a model in memory in which plain PyTorch cannot, and compare the losses: `tiered-zero demo [DIR]`."""
+"""Train a model in less memory than plain PyTorch needs for it, and compare the losses: `tiered-zero demo [DIR]`."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ HIDDEN, CONTEXT, NUM_STEPS = 1024, 32, 3
 PER_BLOCK = 12 * HIDDEN**2 + 13 * HIDDEN
 DEVICE_NBYTES, LEAST_HOST_NBYTES = 300 * MIB, 384 * MIB
 SPARE_NBYTES = 300 * MIB
-"""Bytes of memory beyond the plan: activations, and what the allocator keeps."""
+"""Bytes of memory that training takes beyond its plan: activations, and free memory that the allocator keeps."""
 
 PLAIN_NBYTES, DISK_NBYTES, HOST_NBYTES = 16.5, 20, 2
-"""Bytes for each parameter: with plain PyTorch in memory; with tiered_zero on the disk, and in host memory."""
+"""Bytes per parameter: in memory with plain PyTorch; on the disk with tiered_zero; in host memory with tiered_zero."""
 
 MIN_PARAMETERS, MAX_PARAMETERS = 100e6, 1e11
 
 
 def parse_layers(text: str) -> int:
-    """Return the number of blocks of a model of about as many parameters as `text` says, such as "750M". Raises
-    ConfigError."""
+    """Return the number of blocks with which the model has about this number of parameters. `text`: such as "750M".
+    Raises ConfigError."""
     count = parse_count(text)
     if not MIN_PARAMETERS <= count <= MAX_PARAMETERS:
         raise ConfigError(f"expected {MIN_PARAMETERS:.0e} to {MAX_PARAMETERS:.0e} parameters; found {text}")
@@ -110,7 +110,7 @@ def demo(directory: Path, layers: int) -> None:
 
 
 def _check_room(directory: Path, disk_nbytes: int, memory_nbytes: int, available_nbytes: int) -> None:
-    """Raise StoreError if the disk has no room for the demo, ConfigError if memory has none."""
+    """Raise StoreError if the disk of `directory` has no room for the demo, ConfigError if memory has no room."""
     if not directory.is_dir():
         raise StoreError(f"{directory}: expected a directory for the swap files; it does not exist.")
     if (free := shutil.disk_usage(directory).free) < disk_nbytes:
@@ -136,8 +136,8 @@ def _own_directory(parent: Path) -> Iterator[Path]:
 
 
 def _train(form: Form) -> tuple[list[float], str]:
-    """Run `form`, one of the demo's trainings, in a process of its own, and print its steps. Return the losses, and the
-    error of the process or ""."""
+    """Run the training that `form` describes in a process of its own, and print its steps. Return the losses, and the
+    error of the process; "" if there is none."""
     began_s, losses, error = time.perf_counter(), list[float](), ""
     command = [sys.executable, "-m", "tiered_zero.demo.forms", json.dumps(asdict(form))]
     environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "1"}  # fewer page faults
@@ -158,7 +158,7 @@ def _train(form: Form) -> tuple[list[float], str]:
                 error = facts.get("error", "")
             child.wait()
         finally:
-            child.kill()  # Ctrl-C: its files go with their directory
+            child.kill()  # after Ctrl-C; its files are removed with their directory
     error = error or (f"the process ended with code {child.returncode}" if child.returncode else "")
     if error:
         click.echo(f"   out after {time.perf_counter() - began_s:.1f} s: {error[:160]}")

@@ -1,4 +1,4 @@
-"""Check what works on this machine and in DIR, and say why the rest does not and how to mend it: `tiered-zero doctor`.
+"""Check what works on this machine and in a directory, and say how to fix what does not work: `tiered-zero doctor`.
 
 With `--device` the command checks the accelerator instead (device_check.py).
 """
@@ -33,7 +33,7 @@ from tiered_zero.system import BAD, GOOD, POOR, Finding
 _STYLES = {GOOD: "green", POOR: "yellow", BAD: "red"}
 _PIN_TRIAL_NBYTES = 64 * MIB
 _DISK_S = 8.0
-"""Seconds of --measure for the disk, including the filling of a file."""
+"""Seconds that --measure spends on the disk, including the time to write a file first."""
 
 
 @click.command("doctor")
@@ -66,12 +66,12 @@ def doctor(ctx: click.Context, directory: Path, as_json: bool, on_device: bool, 
     if as_json:
         print_json({"directory": directory, "findings": findings, "machine": on_record()[0]})
     asked = [finding for finding in findings if finding.name == "directory" or (on_device and finding.state == BAD)]
-    if asked:  # the one question that the user has asked by name
+    if asked:  # what the user has asked about fails: the directory, or the device
         ctx.exit(1)
 
 
 def examine(directory: Path) -> Iterator[Finding]:
-    """Check this machine and `directory`, and yield all findings in order. A check that raises is a finding too."""
+    """Check this machine and `directory`, and yield the findings. A check that raises becomes a finding too."""
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("directory", lambda: _directory(directory)),
         ("host memory", _memory),
@@ -88,8 +88,8 @@ def examine(directory: Path) -> Iterator[Finding]:
 
 
 def _directory(directory: Path) -> Iterator[Finding]:
-    """Check the directory, and the I/O engines with files in it; if no file can be made in it, with files in the
-    temporary directory."""
+    """Check the directory, and each I/O engine with a file there. If the directory cannot be used, check the engines
+    with files in the temporary directory instead."""
     try:
         preflight_directory(directory)
     except TieredZeroError as error:
@@ -217,10 +217,10 @@ def _pinning() -> Iterator[Finding]:
 
 
 def _rates(directory: Path, measures: bool) -> Iterator[Finding]:
-    """Yield the recorded rates of this machine. `measures`: measure the machine and the disk of `directory` first."""
+    """Yield the recorded rates of this machine. `measures`: first measure the machine and the disk of `directory`."""
     if measures:
         load, num_cores = os.getloadavg()[0], os.cpu_count() or 1
-        with stop_on_signals(at_boundary=False):  # the disk's file is removed
+        with stop_on_signals(at_boundary=False):  # SIGTERM raises, so that the file on the disk is removed
             report = measure_directory(directory, time.perf_counter() + _DISK_S, (IOSettings(),))
             save_measured(measure_machine(report["disk"]))
         if load > num_cores / 2:

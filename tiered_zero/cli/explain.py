@@ -1,4 +1,4 @@
-"""Explain a file: a config by `tiered-zero explain`, the record of a run by `tiered-zero report`."""
+"""Explain a config (`tiered-zero explain`), and render the record of a run (`tiered-zero report`)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def explain(config: str, with_defaults: bool, as_json: bool, world_size: int) ->
         return
     console = stdout()
     for row in rows:
-        console.print(_line(row), soft_wrap=True)  # never cut: a key is searched for, and copied
+        console.print(_line(row), soft_wrap=True)  # lines stay whole, so that keys can be searched
     for line in loaded.notices:
         console.print(Text(line), soft_wrap=True)
     if len(rows) < len(every):

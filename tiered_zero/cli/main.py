@@ -1,4 +1,4 @@
-"""Define the command group. Commands are imported when they run, so that `--help` does not wait for torch."""
+"""Define the command group `tiered-zero`. A command is imported when it runs, so that `--help` needs no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tiered_zero.stopping import INTERRUPTED
 
 
 class Command(NamedTuple):
-    """A command. `target`: where its function is, "module:attribute". `summary`: its line in `--help`."""
+    """A command. `target`: its function, as "module:attribute". `summary`: its line in `--help`."""
 
     target: str
     summary: str

@@ -1,5 +1,5 @@
 """Show the bytes on each tier before anything is allocated: `tiered-zero plan CONFIG`. The model is built on the `meta`
-device. Torch is imported in the functions that need it: `--help` does not wait for it."""
+device. Functions that need torch import it themselves, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def plan(
         try:
             predict = make_predictor(loaded, model, rates, finds_hidden=True)
             step = predict(run.plan)
-        except ConfigError as error:  # rates that are not known
+        except ConfigError as error:  # a rate of the machine is not known
             whose = f"{whose} {error}" if str(error) != whose else whose
     estimate = estimate_of(model, loaded, sequence_length)
     offloaded = estimate.offloaded_nbytes(run.plan.activations) if estimate is not None else 0
@@ -231,9 +231,8 @@ def plan(
 
 
 def build_planned(source: GPTConfig | Path | str) -> nn.Module:
-    """Build the built-in GPT of a shape, the model of a Hugging Face config.json, or what `module:function` returns.
-
-    Raises ConfigError if it cannot be built.
+    """Build the model to plan, on the `meta` device. `source`: the shape of a built-in GPT, the path of a Hugging Face
+    config.json, or "module:function", which returns a model. Raises ConfigError if it cannot be built.
     """
     import torch
 
@@ -253,13 +252,13 @@ def build_planned(source: GPTConfig | Path | str) -> nn.Module:
 
 
 def _with_checkpoints(model: nn.Module) -> nn.Module:
-    """Mark a model as one that recomputes its blocks, as the estimate of its activations assumes."""
+    """Set `gradient_checkpointing` on the model, so that predictions count the recomputation of its blocks."""
     vars(model)["gradient_checkpointing"] = True
     return model
 
 
 class _PlannedRanks:
-    """Stands for the collectives of rank 0 of a run that is only planned: the other ranks answer as rank 0 does."""
+    """Replaces the collectives of rank 0 in a run that is only planned: each other rank answers what rank 0 sends."""
 
     rank = 0
 
@@ -278,15 +277,16 @@ def specify_planned(
     host_nbytes: int | None = None,
     rates: Machine | None = None,
 ) -> RunSpec:
-    """Specify the run of rank 0. `device_nbytes`, `host_nbytes`: bytes of the machine's memory, which the ranks share.
-    `rates`: rates of the machine for the choice of a placement. None: those of this machine."""
+    """Specify the run of rank 0, without opening anything. `ranks`: the number of ranks. `device_nbytes`,
+    `host_nbytes`: bytes of memory, which the ranks share. `rates`: the machine's rates, by which a placement is chosen.
+    None for one of them: this machine's."""
     from tiered_zero.assembly.spec import PlannedMachine, specify_run
     from tiered_zero.rules.from_config import check_sections
 
     check_sections(config)
     machine = PlannedMachine(device_nbytes=device_nbytes, host_nbytes=host_nbytes, ranks=ranks)
     collects = gc.isenabled()
-    gc.disable()  # for 70e9 parameters a million records are in use, and looking for garbage takes 60% of the time
+    gc.disable()  # at 70e9 parameters a million records are alive, and garbage collection takes 60% of the time
     try:
         planned = cast("Collectives", _PlannedRanks(ranks))
         return specify_run(config, model, machine=machine, collectives=planned, rates=rates)
@@ -301,7 +301,8 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def _of_hugging_face(path: Path) -> nn.Module:
-    """Build the first known class that the config's `architectures` names, without weights: nothing is downloaded."""
+    """Build the model of a Hugging Face config, without weights or a download. Its class is the first in the config's
+    `architectures` that transformers has; if none, AutoModelForCausalLM chooses it. Raises ConfigError."""
     values = read_json(path / "config.json" if path.is_dir() else path)
     try:
         import transformers
@@ -325,8 +326,8 @@ def _of_hugging_face(path: Path) -> nn.Module:
 
 
 def _of_function(target: str) -> nn.Module:
-    """Call `module:function` and return the model that it returns. The module is imported with the working directory
-    first on the path, as `python -m` does."""
+    """Call the function `target`, "module:function", and return its model. The working directory is first on the import
+    path, as with `python -m`. Raises ConfigError."""
     from torch import nn
 
     module, _, name = target.partition(":")

@@ -1,4 +1,4 @@
-"""Say what `tiered-zero plan` found: room on drives and wear, activations, and the seconds of a step."""
+"""Compute and format parts of `tiered-zero plan`: room and wear of drives, activations, and the seconds of a step."""
 
 from __future__ import annotations
 
@@ -30,16 +30,18 @@ _NO_ESTIMATE = (
 
 
 def written_per_commit(run: RunSpec) -> int:
-    """Return the number of bytes that one commit copies from memory to disk. Each copy has two places there, of which a
-    commit writes one. Frozen values have one place, are written once, and are not counted."""
+    """Return the bytes that one in-place commit copies from memory to disk. Frozen values are not counted: they have
+    one place on disk and are written once. Other values have two places, and each commit writes one of them."""
     return sum(slot.nbytes for slot in run.slots if slot.kind == "commit_copy" and slot.num_durable > 1)
 
 
 def directory_needs(run: RunSpec, ranks: int = 1, activation_nbytes: int = 0) -> list[dict[str, Any]]:
-    """Return a row for each directory of the swap files that the run would open, those of parameters and state first:
-    the bytes that `ranks` ranks on one host need there, and the bytes that they write in a step, with an in-place
-    commit after each step. A file striped over several directories takes as much in each, as on drives of one speed.
-    `activation_nbytes`: the bytes of activations that one micro-batch saves on their tier."""
+    """Return a row for each swap directory of the run; directories of parameters and state come first.
+
+    A row has the directory's "path", the bytes that `ranks` ranks on one host need there ("nbytes"), and the bytes that
+    they write in a step (_WRITTEN), with a commit after each step if commits are in place. A file that is striped over
+    several directories is counted in equal parts, as on drives of one speed. `activation_nbytes`: the bytes of
+    activations that one micro-batch saves on their tier."""
     from tiered_zero.tiers.rack import nvme_needs, scratch_needs  # imports torch, which no help text needs
 
     zero = run.config.zero_optimization
@@ -60,8 +62,8 @@ def directory_needs(run: RunSpec, ranks: int = 1, activation_nbytes: int = 0) ->
 
 
 def look_at_drives(needs: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the rows of `needs`, each with whether its directory exists, and a row for each file system: the bytes
-    that are needed and free there, and whether they fit."""
+    """Look at the directories of `needs`, rows of `directory_needs`. Return the same rows, with "exists" added to each;
+    and a row for each file system, with the bytes that are needed and free there, and whether they fit."""
     directories = []
     drives: dict[int, tuple[int, list[dict[str, Any]]]] = {}
     for need in needs:
@@ -73,9 +75,9 @@ def look_at_drives(needs: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]
 
 
 def fill_drives(needs: Sequence[dict[str, Any]], disks: Sequence[Disk]) -> list[dict[str, Any]]:
-    """Return a row for each of the described `disks`, as `look_at_drives` does for file systems. If there are as many
-    disks as directories, each directory has a disk of its own, in the order of the config. Otherwise the disks share
-    all bytes evenly, as directories of one `nvme_path` do."""
+    """Return a row for each of `disks`, which the user has described, as `look_at_drives` returns for file systems.
+    `needs`: rows of `directory_needs`. If there are as many disks as directories, each directory has its own disk, in
+    the order of `needs`. Otherwise the disks share all bytes evenly, like directories of one `nvme_path`."""
     rows = []
     for index, disk in enumerate(disks):
         own, shares = (needs[index : index + 1], 1) if len(disks) == len(needs) else (needs, len(disks))
@@ -99,8 +101,8 @@ def _drive_row(needs: Sequence[dict[str, Any]], free_nbytes: int, shares: int = 
 
 
 def drive_lines(directories: Sequence[Mapping[str, Any]], drives: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield lines: the room that the swap directories, or the disks of a described machine, need and have; the bytes
-    that a step writes; and after how many steps a drive's rating is reached."""
+    """Yield lines about drives: the bytes needed and free in each swap directory, or on each disk that the user has
+    described; the bytes that a step writes; and after how many steps a drive's rating is reached."""
     free = {path: drive["free_nbytes"] for drive in drives for path in drive["directories"]}
     given = any("disk" in drive for drive in drives)
     for row in () if given else directories:
@@ -134,10 +136,11 @@ def drive_problems(drives: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 def estimate_lines(
     estimate: ActivationEstimate | None, plan: Plan, device_nbytes: int | None, *, is_given: bool
 ) -> tuple[list[str], str]:
-    """Return lines that say what the activations of a micro-batch take in addition to the plan, and a problem or "".
+    """Return (lines, problem). The lines say how many bytes the activations of a micro-batch take in addition to the
+    plan. The problem is a sentence if they do not fit and `is_given` is true; else "".
 
-    `is_given`: the user has given the length of a sample; if activations do not fit then, this is the problem.
-    `device_nbytes`: size of the device's memory, including what the plan leaves to activations; None: not known.
+    `is_given`: whether the user has given the length of a sample. `device_nbytes`: the size of the device's memory;
+    None: not known.
     """
     if estimate is None:
         return [_NO_ESTIMATE], ""
@@ -171,7 +174,7 @@ def estimate_lines(
 
 
 def seconds_facts(step: StepSeconds) -> dict[str, Any]:
-    """Return the facts of `seconds_lines` for `--json`."""
+    """Return for `--json` what `seconds_lines` prints: the prediction of a step's seconds."""
     return {
         **asdict(step),
         "tokens_per_s": step.tokens_per_s,
@@ -181,8 +184,8 @@ def seconds_facts(step: StepSeconds) -> dict[str, Any]:
 
 
 def seconds_lines(step: StepSeconds, plan: Plan, machine: Machine) -> Iterator[str]:
-    """Yield the last lines of `tiered-zero plan`: seconds by resource, the tokens with which a tier adds nothing to
-    compute, and what would shorten a step."""
+    """Yield lines about the predicted step: its seconds by resource; from how many tokens on the transfers of a tier
+    are hidden behind compute; and what would shorten the step."""
     sizes = ((tier, plan.nbytes(tier)) for tier in TIERS)
     yield f"Predicted step on {machine.name}:"
     yield f"  bytes     {', '.join(f'{tier} {format_nbytes(nbytes)}' for tier, nbytes in sizes if nbytes)}"

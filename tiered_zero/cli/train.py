@@ -1,4 +1,4 @@
-"""Train the built-in GPT on a text, across the tiers of a config: the options of `tiered-zero train CONFIG`."""
+"""Define the command `tiered-zero train CONFIG`: train the built-in GPT on a text, across the tiers of a config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run `tiered-zero train`: steps, progress, saves, resumption, exchange between ranks, and the tables at the end."""
+"""Run `tiered-zero train`: make steps, show progress, save and resume, and print the tables at the end."""
 
 from __future__ import annotations
 
@@ -48,36 +48,36 @@ logger = logging.getLogger("tiered_zero")
 _STATE_KEY, _LOSS = "tiered_zero.train", "loss"
 
 MODEL = "--model"
-"""The option that a checkpoint must match."""
+"""The option that must have the same value when a run is resumed."""
 
 
 @final
 class Saver:
-    """Saves a run to `directory` every `every` steps (None: at the end only). Main thread.
+    """Saves a run to `directory` after every `every` steps and at the end (None: at the end only). Main thread.
 
-    A save that fails, on a full disk for example, is logged, and training continues: earlier checkpoints stay.
+    A failed save, as on a full disk, is logged, and training continues. Earlier checkpoints stay.
     """
 
     def __init__(self, engine: Engine, directory: Path, every: int | None, options: Mapping[str, Any]) -> None:
-        """Prepare to save `engine`. `options`: the options of the command line on which the numbers depend; they are
-        saved with the state."""
+        """Prepare to save `engine`. `options`: options of the command line that change the numbers; they are saved with
+        the state."""
         self._engine, self._directory, self._every = engine, directory, every
         self._options = dict(options)
         self._begun: tuple[Path, float] | None = None
-        """The save whose end is not logged yet: its directory, and when it began."""
+        """A save that has begun, and whose end is not logged yet: (its directory, the time of its begin)."""
         self._tried_step = engine.global_steps
         """The last step that this object tried to save."""
         self._saved_step: int | None = engine.global_steps
 
     def after_step(self, loss: float) -> None:
-        """Save if the step just made is an `every`-th one. `loss`: the loss of that step."""
+        """Save if it is time: after every `every` steps. `loss`: the loss of the last step."""
         self._options[_LOSS] = loss
         if self._every is not None and self._engine.global_steps % self._every == 0:
             self._save()
 
     def finish(self) -> bool:
-        """Save the last step, unless that was tried already, and wait until it is durable. Return whether the last step
-        is saved."""
+        """Save the last step if no save of it was tried before, and wait until the save is durable. Return whether the
+        last step is saved."""
         if self._engine.global_steps != self._tried_step:
             self._save("at the end of training")
         self._end_save()
@@ -102,15 +102,16 @@ class Saver:
             self._end_save()
 
     def _is_found(self, error: Exception) -> bool:
-        """Return whether the save that failed with `error` has committed its step in place nevertheless, and --resume
-        finds the commit by an older tag."""
+        """Return whether --resume finds the step although its save failed with `error`: the step was committed in
+        place, and an older tag leads to the commit."""
         try:
             return isinstance(error, UntaggedCommitError) and find_checkpoint(self._directory).swap is not None
         except StoreError:
             return False
 
     def _end_save(self) -> None:
-        """Wait for an asynchronous save and log that it is durable. If it fails, its error is in the log already."""
+        """Wait until the save that has begun is durable, and log its size. If it fails, the engine has logged the
+        error."""
         if self._begun is None:
             return
         (path, began_s), self._begun = self._begun, None
@@ -119,7 +120,7 @@ class Saver:
         except (StoreError, TransferError, BudgetError):
             self._saved_step = None
             return
-        if self._engine.global_rank > 0:  # a file system over a network may show it later there
+        if self._engine.global_rank > 0:  # a network file system may show the files late
             return
         files = [entry.stat() for entry in os.scandir(path) if entry.is_file(follow_symlinks=False)]
         nbytes = format_nbytes(sum(file.st_size for file in files))
@@ -132,8 +133,8 @@ class Saver:
 
 
 def compare_options(directory: Path, options: Mapping[str, Any]) -> None:
-    """Log a warning for each of `options` that had another value in the run that saved the newest checkpoint in
-    `directory`. Raises StoreError, and ConfigError for another model."""
+    """Compare `options` with those saved in the newest checkpoint of `directory`, and log a warning for each
+    difference. Raises StoreError, and ConfigError if the model differs."""
     with open_reader(find_checkpoint(directory)) as reader:
         saved = read_client_state(reader.manifest.driver).get(_STATE_KEY)
     if not isinstance(saved, dict):
@@ -150,8 +151,7 @@ def compare_options(directory: Path, options: Mapping[str, Any]) -> None:
 
 
 def warn_of_others(directory: Path) -> None:
-    """Log a warning if `directory` holds checkpoints of another run, which a new run would replace. Raises
-    StoreError."""
+    """Log a warning if `directory` has checkpoints already: a new run would replace some of them. Raises StoreError."""
     tags = list_tags(directory) if directory.exists() else []
     if tags:
         logger.warning(
@@ -166,14 +166,14 @@ DIVERGED = 1
 """Exit code if the loss is not finite."""
 
 UNSAVED = 3
-"""Exit code if training is done, but its last checkpoint could not be saved."""
+"""Exit code if training has ended, but its last step could not be saved."""
 
 SECONDS_BETWEEN_LINES = 10.0
 STEPS_AVERAGED = 20
-"""The number of last steps from which tokens/s and the time left are taken."""
+"""Tokens/s and the time left are averages over this number of last steps."""
 
 _MESSAGE = struct.Struct("<dq")
-"""What ranks exchange after a step: the loss, and the exit code of a signal (0: none came)."""
+"""The message that ranks exchange after a step: the loss, and the exit code of a signal (0: no signal came)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,12 +229,12 @@ class Training:
             "--data": corpus.source,
             "batch": resolved.train_batch_size,
         }
-        """Options that are saved with a checkpoint, because the numbers depend on them."""
+        """Options that are saved with a checkpoint, because they change the numbers."""
         self._resumes = options.save if options.resume else None
-        """The directory from whose newest checkpoint the run goes on; None: the run begins at step 0."""
+        """The directory with the checkpoint from which the run continues; None: the run begins at step 0."""
         self._resumed_from: str | None = None
         self._loss_before: float | None = None
-        """The loss of the last step before the run goes on."""
+        """The loss of the last step before the checkpoint from which the run continues."""
         if self._resumes is not None and (why := nothing_to_load(self._resumes)):
             logger.info("no checkpoint in %s yet (%s): starting at step 0", self._resumes, why)
             self._resumes = None
@@ -270,8 +270,8 @@ class Training:
         return code
 
     def _train(self, engine: Engine, stop: StopRequest, totals: RunTotals) -> int:
-        """Make the steps that are missing, with saves, until a signal or a loss that is not finite. Return the exit
-        code."""
+        """Make the remaining steps and the saves. End early at a signal, or at a loss that is not finite. Return the
+        exit code."""
         options, progress = self._options, self._progress
         if self._resumes is not None and engine.resumed is not None:
             path, client_state = engine.resumed
@@ -325,7 +325,8 @@ class Training:
             print_report(report, num_parameters(self._model))
 
     def _show_end(self, code: int) -> None:
-        """Print why the run ended early, if a signal ended it. Raises NonFiniteError if the loss was not finite."""
+        """Print after which step a signal has ended the run, if one has. Raises NonFiniteError if the loss was not
+        finite."""
         progress, steps = self._progress, self._options.steps
         if code == DIVERGED:
             raise NonFiniteError(
@@ -338,8 +339,8 @@ class Training:
 
 
 def train_step(engine: Engine, corpus: Corpus, step: int, context: int, seed: int) -> float:
-    """Run forward, backward and `step()` for each of this rank's micro-batches of a step; the last `step()` updates.
-    Micro-batch i of the corpus goes to rank i modulo the number of ranks. Return this rank's mean loss."""
+    """Run one optimizer step: forward, backward and `step()` for each of this rank's micro-batches. Return the mean
+    loss of these. Micro-batch i of the corpus goes to rank i modulo the number of ranks."""
     accumulation, size = engine.config.gradient_accumulation_steps, engine.config.train_micro_batch_size_per_gpu
     losses = []
     for micro in range(step * accumulation, (step + 1) * accumulation):
@@ -353,15 +354,16 @@ def train_step(engine: Engine, corpus: Corpus, step: int, context: int, seed: in
 
 
 def open_engine(settings: Mapping[str, Any], model: GPTConfig, seed: int) -> Engine:
-    """Build the model on the `meta` device, and its engine, which initializes the model unit by unit, straight into its
-    tiers."""
+    """Build the model on the `meta` device, and an engine for it. The engine initializes the model unit by unit,
+    directly on its tiers."""
     torch.manual_seed(seed)
     return tiered_zero.initialize(model=build_gpt(model), config=settings)[0]
 
 
 def overlay(settings: Mapping[str, Any], batch: int | None, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config file's settings with options in place of its values. `batch`: the samples per forward; None:
-    the file's. `own`: keys of the section "tiered_zero"; a value of None changes nothing."""
+    """Return a copy of `settings` (those of the config file) in which options of the command line replace values.
+    `batch`: the samples per forward; None: keep the file's. `own`: keys of the section "tiered_zero"; those that are
+    None change nothing."""
     result = dict(settings)
     if batch is not None:
         result.pop("train_batch_size", None)
@@ -372,7 +374,7 @@ def overlay(settings: Mapping[str, Any], batch: int | None, own: Mapping[str, An
 
 
 def print_report(report: RunReport, num_parameters: int) -> None:
-    """Print bytes by tier, seconds per step by cause, traffic on links, and what sets the pace of a step."""
+    """Print the tables of a run: bytes by tier, seconds of a step by cause, bytes by link; and what limits a step."""
     sizes = {tier: (report.planned_nbytes.get(tier), report.peak_nbytes.get(tier)) for tier in TIERS}
     tiers = [(tier, *map(_size, pair)) for tier, pair in sizes.items() if pair != (None, None)]
     print_table(("tier", "planned", "peak"), tiers, "Nothing was planned.", title="Bytes by tier")
@@ -409,8 +411,8 @@ class TrainingProgress:
     def __init__(self, num_steps: int, is_shown: bool = True) -> None:
         """Prepare the bar. `is_shown`: true on rank 0 only."""
         self.done = self.first = 0
-        """`done`: the number of steps made. `first`: how many of these an earlier process made; they are not
-        measured."""
+        """`done`: the number of steps made. `first`: the number of steps that an earlier process has made; they count
+        as done, but not for the rates."""
         self.loss = float("nan")
         self._num_steps = num_steps
         self._recent: deque[tuple[float, int]] = deque([(time.monotonic(), 0)], maxlen=STEPS_AVERAGED + 1)
@@ -456,8 +458,8 @@ class TrainingProgress:
 
 
 def agree(engine: Engine, loss: float, code: int | None) -> tuple[float, int | None]:
-    """Exchange loss and exit code with the other ranks after a step. `code`: the exit code of a signal that came to
-    this rank, or None. Return the mean loss, and the code of a signal that came to any rank, or None; all ranks get the
+    """Exchange loss and exit code with the other ranks after a step. `code`: the exit code of a signal that this rank
+    got; None: it got none. Return the mean loss, and the code of a signal that any rank got, or None. All ranks get the
     same values. Raises RankError."""
     if engine.world_size == 1:
         return loss, code

@@ -1,8 +1,8 @@
-"""Define the fate of every key in one table, `table(Config)`, and explain a config by it: value, source and effect.
+"""Define what becomes of each config key (its fate) in one table, `table(Config)`, and report it for a given config.
 
-Honoured keys are the fields of the schema. All others are listed here: renamed, accepted without effect (and why), or
-refused because ignoring them would change numbers. The reference is DeepSpeed 0.19. `reports` makes the rows of
-`tiered-zero explain`, `notices` the lines at start.
+Honoured keys are the fields of the schema. All other keys of DeepSpeed 0.19 are listed here: renamed, accepted without
+effect (and why), or refused because ignoring them would change numbers. `reports` makes the rows of `tiered-zero
+explain`, `notices` makes the lines to log at start.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tiered_zero.config.section import switch
 
 
 class Fate(str, Enum):
-    """The fate of a config key: honoured, renamed, without effect, or refused."""
+    """What becomes of a config key: it is honoured, read under another name, without effect, or refused."""
 
     HONOURED = "honoured"
     RENAMED = "renamed"
@@ -31,12 +31,12 @@ class Fate(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """One key. `why`: its effect, or the reason for having none or being refused.
+    """A config key and its fate. `why`: the effect of an honoured key; for other keys the reason of their fate.
 
-    `default`: DeepSpeed's value if the key is absent. `to`: the path as which a renamed key is read. `quiet`: no notice
-    is logged, because DeepSpeed accepts the spelling too, or because what the key demands is always met. `allowed`: the
-    only values that are accepted for a refused key, in addition to None and "auto"; a section (its default is a dict)
-    may also be off.
+    `default`: DeepSpeed's value if the key is absent. `to`: for a renamed key, the path under which it is read.
+    `quiet`: log no notice, because DeepSpeed accepts the spelling too, or because the key asks for something that is
+    always done here. `allowed`: the values that a refused key may have, besides None and "auto"; a refused section (its
+    default is a dict) may also be switched off.
     """
 
     path: str
@@ -62,15 +62,16 @@ OTHER_WORDS: Mapping[str, str] = {
     "clip_grad_norm": "gradient_clipping",
     "max_norm": "gradient_clipping",
 }
-"""Common other spellings -> the key's name, for suggestions."""
+"""Common wrong name of a key -> its right name, for suggestions in errors."""
 
 OPTIMIZERS: Mapping[str, str] = {"adam": "Adam", "adamw": "AdamW", "adagrad": "Adagrad", "lion": "Lion", "sgd": "SGD"}
-"""Optimizer names matched in any case; other types are classes of torch.optim, spelled as there."""
+"""Optimizer type in lower case -> its spelling here. These types are accepted in any case; any other type must be
+spelled like its class in torch.optim."""
 
 
 def runs_as_adamw(name: str, adam_w_mode: bool) -> bool:
-    """Return whether "adam" or "adamw" means AdamW, as in DeepSpeed. `adam_w_mode`: the value in optimizer.params, true
-    by default."""
+    """Return whether the optimizer `name` runs as AdamW, by DeepSpeed's rule: "adamw" always does; "adam" does if
+    optimizer.params has `adam_w_mode` true, which is the default."""
     return name == "adamw" or adam_w_mode
 
 
@@ -111,7 +112,7 @@ def _no_effect(section: str, why: str, *, quiet: bool = False, **defaults: Any) 
 
 
 def _satisfied(section: str, why: str, **defaults: Any) -> list[Key]:
-    """Return keys without effect, because what they demand is always met."""
+    """Return keys without effect that log no notice, because what they ask for is always done."""
     return _no_effect(section, why, quiet=True, **defaults)
 
 
@@ -121,12 +122,12 @@ def _refused(path: str, why: str, *allowed: Any) -> Key:
 
 
 def _refused_sections(why: str, *names: str, on: bool = False) -> list[Key]:
-    """Return the keys of refused sections. `on`: a section without `enabled` is on in DeepSpeed, where most are off."""
+    """Return the keys of refused sections. `on`: true if the sections need no key `enabled` to be switched on."""
     return [Key(path=name, fate=Fate.REFUSED, why=why, default={} if on else {"enabled": False}) for name in names]
 
 
 def _bare(*names: str) -> list[Key]:
-    """Return keys without the prefix `stage3_`, which DeepSpeed reads like the keys with it."""
+    """Return renamed keys of zero_optimization: DeepSpeed reads `NAME` like `stage3_NAME`."""
     prefix = "zero_optimization."
     return [
         Key(path=prefix + n, fate=Fate.RENAMED, why="bare name", to=f"{prefix}stage3_{n}", quiet=True) for n in names
@@ -138,7 +139,7 @@ def _old(path: str, to: str, why: str = "old name") -> Key:
 
 
 OTHERS: tuple[Key, ...] = (
-    # Names. A section moves before the keys inside it.
+    # Renamed. A section is renamed before the keys inside it.
     _old("bfloat16", "bf16"),
     _old("zero_optimization.aio", "aio", "the section belongs to the top level"),
     _old("aio.thread_count", "aio.intra_op_parallelism", "DeepSpeed documents this name and ignores it"),
@@ -264,7 +265,7 @@ OTHERS: tuple[Key, ...] = (
 
 @functools.cache
 def table(schema: type[BaseModel]) -> Mapping[str, Key]:
-    """Return path -> key: first the schema's keys, then OTHERS, each in order."""
+    """Return path -> key for all known keys: first the schema's, then OTHERS."""
     keys = [*_honoured(schema, ""), *OTHERS]
     result = {key.path: key for key in keys}
     assert len(result) == len(keys), "a key has two fates"
@@ -285,7 +286,7 @@ def _honoured(schema: type[BaseModel], prefix: str) -> Iterator[Key]:
 
 
 def asks_for_something(key: Key, value: Any) -> bool:
-    """Return whether a key that is refused, or without effect, has a value that would do something in DeepSpeed."""
+    """Return whether `value` would do something in DeepSpeed. `key`: a key that is refused or without effect."""
     if value is None or value == "auto":
         return False
     if isinstance(value, dict) and isinstance(key.default, dict):
@@ -297,7 +298,8 @@ def asks_for_something(key: Key, value: Any) -> bool:
 
 
 def _switched_on(section: Mapping[str, Any]) -> bool:
-    """Return whether `enabled` is true; in a section without that key, whether any value is neither false nor empty."""
+    """Return whether a section of the file is switched on: by `enabled`; without that key by any value that is neither
+    false nor empty."""
     off = (False, None, "auto", "false")
     if "enabled" in section:
         return section["enabled"] not in off and bool(section["enabled"])
@@ -313,7 +315,7 @@ FILLED = "the trainer that reads the file fills it: Transformers, Accelerate, Li
 
 @dataclass(frozen=True, kw_only=True)
 class KeyReport:
-    """One key: its value as understood, its origin, and its effect here."""
+    """One line of `tiered-zero explain`: a key, its value, the source of the value, and the key's fate and effect."""
 
     path: str
     value: Any
@@ -324,23 +326,23 @@ class KeyReport:
 
 @dataclass(kw_only=True)
 class Reading:
-    """What the loader finds out about the keys of a file while it reads them, for `reports` and `notices`."""
+    """Collects what the loader finds out about the keys of a file. `reports` and `notices` read it."""
 
     auto: dict[str, Any] = field(default_factory=dict)
     """Path of a key that is "auto" in the file -> the value that the key got."""
     derived: set[str] = field(default_factory=set)
-    """Batch sizes that follow from the others."""
+    """Names of the batch sizes that the loader has computed from the others."""
     unfilled: set[str] = field(default_factory=set)
-    """Paths of keys that are "auto" and have no default: a trainer fills them before a run."""
+    """Paths of keys that are "auto" and have no default: a trainer, such as Accelerate, fills them before a run."""
     idle: list[tuple[Key, Any]] = field(default_factory=list)
     """Keys in the file that do nothing, with their values."""
     renamed: dict[str, str] = field(default_factory=dict)
-    """Path as understood -> path as written."""
+    """Path under which a key is read -> its path as the file writes it."""
     notices: list[str] = field(default_factory=list)
-    """Further lines to log: values that were rounded, names that mean something else here."""
+    """Further lines to log, such as values that were rounded."""
 
     def written_as(self, path: str) -> str:
-        """Return the other name that the file uses for `path` or a section around it; "" if none."""
+        """Return the path by which the file writes `path`, or a section around it, if it was renamed; else ""."""
         return next((old for new, old in self.renamed.items() if path == new or path.startswith(f"{new}.")), "")
 
 
@@ -353,7 +355,8 @@ def reports(config: BaseModel, reading: Reading) -> list[KeyReport]:
 
 
 def notices(reading: Reading, keys: Mapping[str, Key]) -> tuple[str, ...]:
-    """Return the lines to log once at start: at most one of each kind, only about keys of the file."""
+    """Return the lines to log once at start: one each for all renamed keys, all resolved "auto"s, all "auto"s left to a
+    trainer, and all keys without effect; then `reading.notices`."""
     renamed = [f"{old} -> {new}" for new, old in reading.renamed.items() if not keys[old].quiet]
     resolved = [f"{path} = {value}" for path, value in reading.auto.items() if path not in reading.unfilled]
     idle = [key.path for key, value in reading.idle if not key.quiet and asks_for_something(key, value)]

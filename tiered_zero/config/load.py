@@ -1,5 +1,5 @@
-"""Load a file or a dict as a `Config`: read JSON as people write it (comments, trailing commas), rename keys, sort them
-by their fates, resolve "auto", validate."""
+"""Load a file or a dict as a `Config`: read JSON with comments and trailing commas, rename keys, apply their fates
+(deepspeed_keys.py), resolve "auto", validate."""
 
 from __future__ import annotations
 
@@ -46,9 +46,11 @@ def load(
     *,
     to_train: bool = True,
 ) -> Config:
-    """Read `config` (a dict, or the path of a JSON file), or the file that `args.deepspeed_config` names. `world_size`:
-    the number of data-parallel ranks, from which missing batch sizes follow. `to_train`: False to read a file whose
-    "auto" a trainer fills later; its batch is then one sample. Reads no other file. Raises ConfigError."""
+    """Read a config and return it validated. Raises ConfigError.
+
+    `config`: a dict, or the path of a JSON file; None: the file that `args.deepspeed_config` names. `world_size`: the
+    number of data-parallel ranks, with which missing batch sizes are computed. `to_train`: False: allow values "auto"
+    that a trainer fills later; without a batch size the micro-batch is then one sample. Reads no other file."""
     named = getattr(args, "deepspeed_config", None)
     if (config is None) == (named is None):
         found = "neither" if config is None else f"both ({named} in args)"
@@ -78,13 +80,13 @@ def load(
 
 
 def _idle_key(path: str, why: str, *, quiet: bool = False) -> Key:
-    """Return a Key for `path` that has no effect, whatever the table says about that path."""
+    """Return a Key that says that `path` has no effect here, even if the table says otherwise."""
     return Key(path=path, fate=Fate.NO_EFFECT, why=why, quiet=quiet)
 
 
 def _plain(node: Any, path: str, reading: Reading) -> Any:
-    """Copy dicts and lists, without comments, so that the next steps may change them. Raises ConfigError for a key that
-    is no text."""
+    """Copy the dicts and lists of a config, so that they may be changed. Keys that begin with "_" are comments: they
+    are recorded in `reading` and left out. Raises ConfigError for a key that is no string."""
     if isinstance(node, Mapping):
         for name in node:
             if not isinstance(name, str):
@@ -99,8 +101,8 @@ def _plain(node: Any, path: str, reading: Reading) -> Any:
 
 
 def _drop_dotted(tree: dict[str, Any], known: Container[str], reading: Reading) -> None:
-    """Drop keys such as "section.key" at the top level, which trainers write and DeepSpeed does not read. `known`: the
-    paths of all keys and sections."""
+    """Drop top-level keys such as "section.key": trainers write them, and DeepSpeed does not read them. `known`: the
+    paths of all keys and sections. Raises ConfigError if the section is tiered_zero."""
     for name in [name for name in tree if "." in name and name in known]:
         section, _, inner = name.rpartition(".")
         if name.startswith("tiered_zero."):
@@ -153,8 +155,8 @@ def _rename_one(tree: dict[str, Any], key: Key, reading: Reading) -> None:
 
 
 def _sort(node: dict[str, Any], prefix: str, reading: Reading) -> dict[str, Any]:
-    """Return the honoured values of the section `node`. Other keys are recorded in `reading` or refused. `prefix`: the
-    section's path, with a dot at its end."""
+    """Return the honoured values of the section `node`. Record keys without effect in `reading`. Raise ConfigError for
+    refused and unknown keys. `prefix`: the section's path, with a dot at its end."""
     values: dict[str, Any] = {}
     off = prefix in ("fp16.", "bf16.") and switch(node.get("enabled")) in (None, "auto", False)
     for name, value in node.items():
@@ -182,7 +184,7 @@ def _sort(node: dict[str, Any], prefix: str, reading: Reading) -> dict[str, Any]
 
 
 def _drop_offload_param(values: dict[str, Any], reading: Reading) -> None:
-    """Drop offload_param below stage 3, where DeepSpeed does not read it."""
+    """Drop the section offload_param below stage 3, as DeepSpeed does, and add a notice."""
     zero = values.get("zero_optimization", {})
     section = zero.get("offload_param", {})
     try:
@@ -197,8 +199,8 @@ def _drop_offload_param(values: dict[str, Any], reading: Reading) -> None:
 
 
 def _take_idle(key: Key, value: Any, reading: Reading, off: bool = False) -> None:
-    """Record a key that does nothing, or refuse the key. `off`: the key's section is off, and the key does nothing in
-    DeepSpeed either."""
+    """Record a key that is without effect or refused. Raise ConfigError if a refused key has a value that would do
+    something in DeepSpeed. `off`: the key's section is switched off, so that no value does anything."""
     if key.fate is Fate.REFUSED and not off and asks_for_something(key, value):
         taken = "it to be off" if False in key.allowed else " or ".join(map(json.dumps, key.allowed))
         raise ConfigError(f"{key.path}: expected {taken} or left out; found {shown(value)}. It is refused: {key.why}.")
@@ -206,8 +208,8 @@ def _take_idle(key: Key, value: Any, reading: Reading, off: bool = False) -> Non
 
 
 def _sort_params(path: str, params: Any, reading: Reading) -> dict[str, Any]:
-    """Return the arguments of the optimizer or schedule. Numeric strings become numbers; arguments that are "auto" are
-    left out, and get the class's default."""
+    """Return the arguments of the optimizer or schedule. Numeric strings become numbers. Arguments that are "auto" are
+    left out, so that the class's defaults apply."""
     if not isinstance(params, dict | None):
         raise ConfigError(f"{path}: expected an object; found {shown(params)}. Write the arguments inside {{}}.")
     values = {}
@@ -246,7 +248,8 @@ def _nearest(path: str) -> str:
 
 
 def _batch(values: dict[str, Any], world_size: int, reading: Reading, to_train: bool) -> dict[str, int]:
-    """Return all three batch sizes, of which train = micro * accumulation * ranks, from those that the file has."""
+    """Return all three batch sizes. Those that the file leaves out are computed from the others: train = micro *
+    accumulation * ranks. `to_train`: see `load`. Raises ConfigError if the file's sizes do not suffice or disagree."""
     given: dict[str, int | None] = {}
     for name in _BATCH:
         try:
@@ -300,8 +303,8 @@ def _check_optimizer(section: dict[str, Any] | None) -> None:
 
 
 def _check_scheduler(section: dict[str, Any] | None, reading: Reading, to_train: bool) -> None:
-    """Check and complete the arguments of DeepSpeed's own schedules. Torch's schedules check theirs when they are
-    built."""
+    """Check the arguments of a schedule of DeepSpeed, and resolve "auto" among them. Torch's schedules check their own
+    arguments when they are built."""
     kind = SCHEDULES.get(section["type"]) if section and isinstance(section.get("type"), str) else None
     if section is None or kind is None:
         return
@@ -327,7 +330,7 @@ def _check_scheduler(section: dict[str, Any] | None, reading: Reading, to_train:
             unfilled[name] = 1
             reading.unfilled.add(path)
         elif path in reading.auto:
-            params[name] = None if name == "warmup_max_lr" else field.default  # trainers mean the optimizer's rate
+            params[name] = None if name == "warmup_max_lr" else field.default  # trainers fill in the optimizer's rate
             reading.auto[path] = "the optimizer's lr" if params[name] is None else field.default
     try:
         read = kind.model_validate({**params, **unfilled})
@@ -386,7 +389,7 @@ def _describe(error: ValidationError) -> str:
         expected = _expected(problem)
         found = shown(problem["input"])
         rule = problem.get("ctx", {}).get("error")
-        if isinstance(rule, ConfigError):  # a rule between keys, whose text is complete
+        if isinstance(rule, ConfigError):  # a rule between keys: its text is complete
             lines.append(str(rule))
             continue
         if problem["type"] == "missing":
@@ -399,7 +402,7 @@ def _describe(error: ValidationError) -> str:
 
 
 def _expected(problem: Mapping[str, Any]) -> str:
-    """Return what was expected, in pydantic's words or ours."""
+    """Return what pydantic, or a validator of ours, expected."""
     text: str = problem["msg"]
     return text.removeprefix("Value error, ").replace("Input should be", "expected")
 
@@ -410,14 +413,14 @@ _TRAILING_COMMA = re.compile(rf"({_STRING})|,(?=\s*[}}\]])", re.DOTALL)
 
 
 class _Object(dict[str, Any]):
-    """A JSON object that also keeps the names of the keys that its text gives twice."""
+    """A JSON object that remembers which keys its text has more than once."""
 
     twice: tuple[str, ...] = ()
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the object in the file. Raises ConfigError if the file cannot be read, is no JSON, holds no object, or
-    gives a key twice."""
+    """Read a JSON file and return its object. Raises ConfigError if the file cannot be read, is no JSON, holds no
+    object, or has a key twice."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             text = file.read()
@@ -430,8 +433,8 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def parse_json(text: str, name: str) -> dict[str, Any]:
-    """Parse JSON text. `name`: the text's name in errors. Comments are replaced by blanks, so that line numbers stay
-    right."""
+    """Parse JSON text and return its object. `name`: the text's name in errors. Comments and trailing commas are
+    replaced by blanks, so that the line numbers in errors stay right. Raises ConfigError."""
     plain = _TRAILING_COMMA.sub(_blank, _COMMENT.sub(_blank, text))
     try:
         tree = json.loads(plain, object_pairs_hook=_object)

@@ -67,7 +67,7 @@ class _PlacedSection(OffloadSection):
 
 
 class OffloadParamSection(_PlacedSection):
-    """The place of the compute parameters."""
+    """Where the compute parameters rest between uses, and the buffers through which they move."""
 
     buffer_count: Whole = Field(5, ge=1, description="staging buffers for parameters on their way from nvme")
     buffer_size: Elements = Field(
@@ -82,7 +82,7 @@ class OffloadParamSection(_PlacedSection):
 
 
 class OffloadOptimizerSection(_PlacedSection):
-    """The place of master weights and optimizer state. Honoured at every stage, with nvme too."""
+    """Where master weights and optimizer state rest. Honoured at every stage, also with nvme."""
 
     buffer_count: Whole = Field(4, ge=1, description="staging buffers for sub-groups on their way from and to nvme")
     pin_memory: bool = Field(
@@ -100,7 +100,7 @@ class OffloadOptimizerSection(_PlacedSection):
 
 
 class ZeroSection(Section):
-    """Sharding and offloading."""
+    """What is sharded over ranks and offloaded, and how much moves at once."""
 
     stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(whole)] = Field(
         0, description="ZeRO stage: what is sharded over ranks; 3 also pages parameters"
@@ -201,7 +201,7 @@ class AioSection(Section):
 
 
 class TagSection(Section):
-    """DeepSpeed's section `checkpoint`; `tiered_zero.checkpoint` has the settings of checkpoints."""
+    """DeepSpeed's section `checkpoint`: how ranks compare tags. `tiered_zero.checkpoint` sets how a run is saved."""
 
     tag_validation: Annotated[Literal["Warn", "Fail", "Ignore"], BeforeValidator(_capitalized)] = Field(
         "Warn",
@@ -211,7 +211,7 @@ class TagSection(Section):
 
 
 class ActivationCheckpointingSection(Section):
-    """DeepSpeed's section; `tiered_zero.activations` has the tiers and their sizes."""
+    """DeepSpeed's section: whether activations move to host memory. `tiered_zero.activations` sets tiers and sizes."""
 
     cpu_checkpointing: Annotated[bool, BeforeValidator(switch)] = Field(
         False,
@@ -235,8 +235,8 @@ class OptimizerSection(Section):
 
     @property
     def algorithm(self) -> str:
-        """The name of torch's class that runs: "Adam" means AdamW unless `params.adam_w_mode` is false, as in
-        DeepSpeed."""
+        """The name of the update rule that runs. As in DeepSpeed, the type "Adam" runs as "AdamW", except if
+        `params.adam_w_mode` is false."""
         name = OPTIMIZERS.get(self.type.lower(), self.type)
         return "AdamW" if name == "Adam" and runs_as_adamw("adam", self.params.get("adam_w_mode", True)) else name
 
@@ -310,7 +310,7 @@ _WHAT = "loss, lr, loss scale, gradient norm, seconds and bytes by tier of each 
 
 
 class CsvSection(SwitchedSection):
-    """A file for each number."""
+    """Csv files of the numbers of each step, one file for each number."""
 
     enabled: _Switch = Field(False, description=f"whether {_WHAT} are written to csv files, by rank 0")
     output_path: PathText = Field("", description="directory that holds the one of `job_name`")
@@ -347,9 +347,9 @@ def _paths(value: Any) -> Any:
 
 
 class StateLimitsSection(Section):
-    """The most bytes of masters and optimizer state on each tier. A tier faster than offload_optimizer.device is filled
-    up to its value; for that device the value is a limit. Embeddings come first, then the units that the next forward
-    needs first."""
+    """How many bytes of master weights and optimizer state may rest on each tier. A tier faster than
+    offload_optimizer.device is filled up to its value. On the tier of offload_optimizer.device itself, the value is
+    only a limit. The fastest tier gets embeddings first, then the units that the next forward needs first."""
 
     device: Nbytes = Field(
         None, description="most bytes of master weights and state on the device; null: what offload_optimizer says"
@@ -361,13 +361,13 @@ class StateLimitsSection(Section):
 
     @property
     def by_tier(self) -> dict[str, int]:
-        """Return tier -> bytes, fastest first, of the limits that are set."""
+        """Return the limits that are set: tier -> bytes, fastest tier first."""
         return {tier: nbytes for tier, nbytes in self if nbytes is not None}
 
 
 class ActivationsSection(OffloadSection):
-    """Where tensors rest that autograd saves from forward to backward: the inputs of blocks under activation
-    checkpointing, or all saved tensors."""
+    """Where activations rest between forward and backward: the inputs of blocks if the model uses activation
+    checkpointing, else all tensors that autograd saves."""
 
     limit: Nbytes = Field(
         None,
@@ -561,8 +561,8 @@ class Config(Section):
         return self
 
     def filled_in(self, settings: Mapping[str, Any]) -> Config:
-        """Return a config with those of `settings` (path -> value) that this config leaves out, and with placement
-        `as_written`. Raises ValidationError if `settings` contradict what is written."""
+        """Return a copy of this config in which `settings` (path -> value) fill the keys that the file leaves out. Its
+        placement is `as_written`. Raises ValidationError if `settings` contradict a key of the file."""
         values = self.model_dump(by_alias=True, exclude_unset=True)
         for path, value in settings.items():
             *sections, name = path.split(".")
@@ -577,7 +577,8 @@ class Config(Section):
 
     @property
     def activations_device(self) -> Device:
-        """Return where saved activations rest, by tiered_zero.activations or else by cpu_checkpointing."""
+        """Return where activations rest: tiered_zero.activations.device if the file sets it; else "cpu" if
+        cpu_checkpointing is true; else "none"."""
         own = self.tiered_zero.activations
         if "device" not in own.model_fields_set and self.activation_checkpointing.cpu_checkpointing:
             return "cpu"
@@ -595,16 +596,16 @@ class Config(Section):
 
     @property
     def unfilled(self) -> frozenset[str]:
-        """Return the paths whose "auto" a trainer fills before a run."""
+        """Return the paths of keys that are still "auto": a trainer fills them before a run."""
         return frozenset(self._reading.unfilled)
 
     def explain(self) -> list[KeyReport]:
-        """Return every key of the file and every default: value, origin, fate, effect."""
+        """Return a report on every key: those of the file, and those that have their defaults."""
         return reports(self, self._reading)
 
 
 def _check_offload(zero: ZeroSection, activations: ActivationsSection) -> None:
-    """Refuse combinations of stage, offload_param and offload_optimizer that do not train."""
+    """Raise ConfigError for offload_param below stage 3, and for device nvme without a directory."""
     if zero.offload_param.device != "none" and zero.stage != 3:
         raise ConfigError(
             f"zero_optimization.offload_param.device: expected stage 3 with it; found {zero.offload_param.device!r} at "

@@ -1,7 +1,7 @@
-"""Define the types of config values as files write them, and the base of a section.
+"""Define the types of config values, and the base classes of sections.
 
-`8`, `"8"`, `1e9` and `"1e9"` are counts; booleans, NaN and infinities are not. A conversion raises ValueError with the
-expected form; the caller adds the path and the value.
+Files may write a count as `8`, `"8"`, `1e9` or `"1e9"`; booleans, NaN and infinities are no counts. A conversion raises
+ValueError with the expected form; the caller adds the key's path and the value.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def number(value: Any) -> float:
 
 
 def shown(value: Any) -> str:
-    """Format a value for an error: its repr, cut to a line."""
+    """Format a value for an error: its repr, cut after 200 characters."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def whole(value: Any) -> int:
-    """Convert an int, an integral float (1e9) or a string of either to an int; digits are exact beyond 2**53."""
+    """Convert an int, an integral float (1e9), or a string of one of them to an int. Large ints stay exact."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, str) and value.strip().lstrip("+-").isdecimal():
@@ -65,7 +65,7 @@ def whole(value: Any) -> int:
 
 
 def switch(value: Any) -> Any:
-    """Convert 0, 1 and their words to false and true, as DeepSpeed does; return anything else unchanged."""
+    """Convert 0, 1, "0", "1", "false" and "true" to a bool, as DeepSpeed does; return other values unchanged."""
     if not isinstance(value, (int, float, str)):
         return value
     words = {0: False, 1: True, "0": False, "1": True, "false": False, "true": True}
@@ -73,8 +73,8 @@ def switch(value: Any) -> Any:
 
 
 def number_or_same(value: Any) -> Any:
-    """Convert numeric strings to numbers, also inside lists; return the rest unchanged. NaN and infinity raise
-    ValueError."""
+    """Convert numeric strings to numbers, also inside lists; return other values unchanged. Raises ValueError for NaN
+    and infinity."""
     if isinstance(value, (list, tuple)):
         return [number_or_same(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
@@ -91,12 +91,13 @@ def number_or_same(value: Any) -> Any:
 
 
 def _int(digits: str) -> int:
-    number(digits)  # which has a range
+    number(digits)  # raises beyond the range of a float
     return int(digits)
 
 
 def _elements(value: Any, info: ValidationInfo) -> int:
-    """Convert a count of elements as `whole` does, but round a fraction down, with a notice: trainers compute some."""
+    """Convert a count of elements as `whole` does, but round a fraction down and add a notice: some trainers compute
+    fractions."""
     exact = number(value)
     if exact.is_integer():
         return whole(value)
@@ -136,9 +137,9 @@ Nbytes = Annotated[int | None, BeforeValidator(_nbytes), WithJsonSchema({"type":
 
 
 class Section(BaseModel):
-    """A frozen section of the config, which refuses unknown keys. `model_fields_set` names the keys of the file. A
-    section can also be read like the dict of DeepSpeed's `engine.config`:
-    `config["zero_optimization"].get("stage", 0)`."""
+    """A frozen section of the config. It refuses unknown keys. `model_fields_set` names the keys that the file sets. A
+    section can also be read like a dict, as DeepSpeed's `engine.config` is: `config["zero_optimization"].get("stage")`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
 
@@ -152,7 +153,8 @@ class Section(BaseModel):
         return any(key == (field.alias or name) for name, field in type(self).model_fields.items())
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of the key that the JSON spells `key`; `default` if it is null, or has no effect here."""
+        """Return the value of `key`, spelled as in the JSON; `default` if the value is null or this section does not
+        have the key."""
         try:
             value = self[key]
         except KeyError:
@@ -161,8 +163,8 @@ class Section(BaseModel):
 
 
 class SwitchedSection(Section):
-    """A section whose first field is a switch. While the switch is off, other values do nothing, and an invalid one is
-    no error."""
+    """A section that its first field switches on. While the section is off (false or "none"), an invalid value of
+    another field is replaced by the default."""
 
     @field_validator("*", mode="wrap")
     @classmethod
@@ -181,7 +183,7 @@ _PATH_LIST = "one directory, several separated by commas, or a list; used where 
 
 
 class OffloadSection(SwitchedSection):
-    """The place where one kind of bytes rests."""
+    """Where one kind of bytes rests between uses: a device and, for nvme, its swap directories."""
 
     device: Device = Field("none", description="where it rests between uses: none (device), cpu (host memory), nvme")
     nvme_path: PathList | None = Field(None, description=f"swap directories: {_PATH_LIST}")

@@ -1,9 +1,9 @@
-"""Provide DeepSpeed's names: `import tiered_zero.deepspeed as deepspeed`, or `import deepspeed` where `tiered-zero
-deepspeed-alias install` has written a distribution of that name.
+"""Provide DeepSpeed's names: `import tiered_zero.deepspeed as deepspeed`, or `import deepspeed` after `tiered-zero
+deepspeed-alias install`, which writes a distribution of that name.
 
 Promise: scripts and libraries find the names that they import from DeepSpeed; a name that does not exist here raises an
-error that says what to do. Every module is imported with the package: it has one copy under both names. What DeepSpeed
-has in modules of modules is in one file each here, which SUBMODULES lists under DeepSpeed's paths too.
+error that says what to do. All modules are imported with the package, so that both package names lead to the same
+module objects. Nested modules of DeepSpeed, such as `runtime.zero`, are one flat file each here; SUBMODULES lists them.
 Owner: owns nothing. Never: implements a mechanism; it calls the rest of tiered_zero.
 """
 
@@ -21,7 +21,7 @@ from tiered_zero.deepspeed.runtime import DeepSpeedEngine, initialize
 from tiered_zero.errors import ConfigError as DeepSpeedConfigError
 
 __version__ = "0.19.8+tiered.zero"
-"""The version of DeepSpeed whose names are here: libraries compare it with the version that they need."""
+"""The version of DeepSpeed whose names this package has: libraries compare it with the version that they need."""
 
 __all__ = [
     "DeepSpeedConfigError",
@@ -65,11 +65,11 @@ for _path, _module in SUBMODULES.items():
     setattr(sys.modules[_around], _name, _module)
 
 for _name in MISSING:
-    sys.modules.setdefault(f"{__name__}.{_name}", MissingModule(f"{__name__}.{_name}"))  # comm is here
+    sys.modules.setdefault(f"{__name__}.{_name}", MissingModule(f"{__name__}.{_name}"))  # `comm` exists
 
 
 def modules_named(name: str) -> dict[str, ModuleType]:
-    """Return this package and its modules, each under the name that it has in a package called `name`."""
+    """Return name -> module for this package and its modules. In each name this package is called `name`."""
     return {
         name + path.removeprefix(__name__): module
         for path, module in sys.modules.items()

@@ -1,4 +1,4 @@
-"""Provide DeepSpeed's `accelerator`: questions about the device on which torch computes."""
+"""Provide DeepSpeed's `accelerator`: an object that describes the device on which torch computes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def get_accelerator() -> CurrentAccelerator:
 
 @final
 class CurrentAccelerator:
-    """DeepSpeed's object for the device. Further names, those of `torch.cuda` (Stream, Event, manual_seed ...), come
-    from torch's module for the device, `torch.get_device_module()`."""
+    """DeepSpeed's object for the device on which torch computes. Names that this class does not have, such as Stream,
+    Event or manual_seed, are looked up in torch's module for the device, such as `torch.cuda`."""
 
     def __init__(self) -> None:
         self._type = find_device("auto").type
@@ -40,7 +40,7 @@ class CurrentAccelerator:
         )
 
     def device_name(self, device_index: int | None = None) -> str:
-        """Name the device as torch does: "cpu", "cuda" or "cuda:1"."""
+        """Return the device's name as torch writes it: "cpu", "cuda" or "cuda:1"."""
         return self._type if device_index is None or self._type == "cpu" else f"{self._type}:{device_index}"
 
     def current_device(self) -> int:
@@ -48,7 +48,7 @@ class CurrentAccelerator:
         return local_rank() if self._type == "cpu" else int(self._module.current_device())
 
     def current_device_name(self) -> str:
-        """Name the current device: "cpu" or "cuda:0"."""
+        """Return the name of the current device: "cpu" or "cuda:0"."""
         return self.device_name(self.current_device())
 
     def is_available(self) -> bool:
@@ -56,8 +56,8 @@ class CurrentAccelerator:
         return True
 
     def communication_backend_name(self) -> str:
-        """Name the backend of torch.distributed for tensors on the device: gloo on a CPU, or if this torch has no
-        backend for the device."""
+        """Return the name of torch.distributed's backend for tensors on the device. It is gloo for a CPU, and for a
+        device for which this torch has no backend."""
         with suppress(ConfigError):
             return HOST_BACKEND if self._type == "cpu" else device_backend(torch.device(self._type))
         return HOST_BACKEND

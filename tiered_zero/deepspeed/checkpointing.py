@@ -1,7 +1,7 @@
-"""Provide DeepSpeed's `checkpointing`: recompute functions in backward, by torch.utils.checkpoint.
+"""Provide DeepSpeed's `checkpointing`: run functions by torch.utils.checkpoint, which recomputes them in backward.
 
-The inputs that a checkpoint saves are offloaded by the engine around it (`tiered_zero.activations`); without an engine,
-by `checkpoint_in_cpu`.
+A checkpoint is here one such call; it saves its inputs until backward. An engine offloads these inputs
+(`tiered_zero.activations`); without an engine `checkpoint_in_cpu` does.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Settings:
 
 @final
 class _Namespace:
-    """Holds the settings of this process, and its named random states."""
+    """Holds the settings of this process, from `configure`, and its named random states."""
 
     settings: _Settings | None = None
     states = RandomStates()
@@ -69,13 +69,13 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Set how `checkpoint` runs in this process. `deepspeed_config`: a path, an object, or the config of an engine.
+    """Set how `checkpoint` runs in this process. Raises ConfigError.
 
+    `deepspeed_config`: a dict, the path of a JSON file, or the config of an engine; the arguments below override it.
     `checkpoint_in_cpu`: keep the inputs of checkpoints in host memory, if no engine moves them already. `synchronize`:
     wait for the device around each checkpoint. `profile`: log the seconds of each checkpoint. `mpu_`: DeepSpeed's
-    object for model parallelism, whose rank enters the seeds; see `model_parallel_cuda_manual_seed`. The other
-    arguments have no effect: an engine's budget is one piece of memory, and inputs are not split over ranks, of which a
-    warning is logged. Raises ConfigError.
+    object for model parallelism; `model_parallel_cuda_manual_seed` reads its rank. `partition_activations`: only logs a
+    warning, because inputs are not split over ranks. `contiguous_checkpointing`, `num_checkpoints`: no effect.
     """
     section, is_partitioned = _read(deepspeed_config)
     partition_activations_in_checkpoint(is_partitioned if partition_activations is None else partition_activations)
@@ -89,8 +89,8 @@ def configure(
 
 
 def _read(config: Any) -> tuple[ActivationCheckpointingSection, bool]:
-    """Return the section activation_checkpointing of a config, and whether it sets partition_activations, which the
-    schema leaves out."""
+    """Return the section activation_checkpointing of a config, and whether partition_activations is true in it (the
+    schema does not have this key)."""
     if config is None:
         return ActivationCheckpointingSection(), False
     if isinstance(config, Config):
@@ -113,9 +113,9 @@ def is_configured() -> bool:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `function` without its activations, which backward computes again: torch's reentrant checkpoint.
+    """Run `function` without keeping its activations: backward runs it again. This is torch's reentrant checkpoint.
 
-    Tensors among `kwargs` get gradients as those among `args` do. Returns a tensor, or a tuple of several outputs.
+    Tensors in `kwargs` get gradients too, like those in `args`. Returns a tensor, or a tuple of several outputs.
     """
     names, num_args = list(kwargs), len(args)
 
@@ -126,8 +126,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Run `function` as `checkpoint` does, by torch's checkpoint that is not reentrant: it keeps the graph of
-    `function`, but not the tensors that the graph saves."""
+    """Run `function` like `checkpoint`, but by torch's checkpoint that is not reentrant. It keeps the autograd graph of
+    `function`, without the tensors that the graph would save."""
     return _run(function, args, reentrant=False)
 
 
@@ -147,14 +147,15 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], *, reentrant: bool
 
 
 def _saving(settings: _Settings) -> AbstractContextManager[Any]:
-    """Return the context that moves the inputs which a checkpoint saves to host memory, if `settings` ask for it."""
+    """Return the context for a checkpoint: it keeps the saved inputs in host memory if `settings` ask for this and no
+    engine moves them; else it does nothing."""
     in_cpu = settings.checkpoint_in_cpu and torch.is_grad_enabled() and not moves_saved_tensors()
     return save_on_cpu() if in_cpu else nullcontext()
 
 
 @contextmanager
 def _watched(settings: _Settings, what: str) -> Iterator[None]:
-    """Wait for the device around the block, and log its seconds."""
+    """Wait for the device before the block; by `settings`, also wait after it, and log its seconds."""
     get_accelerator().synchronize()
     start_s = time.perf_counter()
     yield
@@ -165,7 +166,7 @@ def _watched(settings: _Settings, what: str) -> Iterator[None]:
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Warn that inputs of checkpoints are not split over a model-parallel group."""
+    """Log a warning if `partition_activation` is true: inputs of checkpoints are not split over ranks."""
     if partition_activation:
         logger.warning(
             "checkpointing: partition_activations has no effect: every rank keeps the inputs of its checkpoints whole. "
@@ -174,16 +175,16 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
 
 def set_num_layers(nlayers: int) -> None:
-    """Do nothing: no buffers are cut for a number of checkpoints."""
+    """Do nothing: no buffer depends on the number of checkpoints."""
 
 
 def reset() -> None:
-    """Do nothing: what a forward without a backward has saved is freed with its graph."""
+    """Do nothing: inputs that a checkpoint has saved are freed with the autograd graph, also without a backward."""
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the device's generator with `seed`, and the tracked generator of split modules with a seed that differs by
-    the model-parallel rank of `configure`'s `mpu`."""
+    """Seed two generators. The device's generator gets `seed`. The named random state for modules that are split over
+    ranks gets a seed that differs by model-parallel rank; the rank comes from the `mpu_` of `configure`."""
     mpu = _Namespace.settings.mpu if _Namespace.settings is not None else None
     names = ("get_tensor_model_parallel_rank", "get_model_parallel_rank")
     rank = next((getattr(mpu, name)() for name in names if hasattr(mpu, name)), 0)
@@ -191,5 +192,5 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 def get_cuda_rng_tracker() -> RandomStates:
-    """Return the named random states of this process, which checkpoints restore for their recomputation."""
+    """Return the named random states of this process. Checkpoints restore them before they recompute."""
     return _Namespace.states

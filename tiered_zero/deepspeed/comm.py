@@ -1,4 +1,4 @@
-"""Provide DeepSpeed's `comm`."""
+"""Provide DeepSpeed's `comm`: open the process group, and tell ranks their number."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Initialize the default process group, if there is none: of the ranks that the launcher has started, or of one.
+    """Initialize torch's default process group, if there is none. It has the ranks that the launcher has started;
+    without a launcher it has one rank.
 
-    `timeout`: how long to wait for a rank, a timedelta; half an hour by default. Arguments other than `timeout` and
-    `dist_init_required` have no effect. Raises ModelError and RankError.
+    `timeout`: a timedelta, how long to wait for a rank; half an hour by default. Only `timeout` and
+    `dist_init_required` have an effect. Raises ModelError and RankError.
     """
     open_default_group(timeout.total_seconds() if timeout is not None else 1800.0, dist_init_required)
 

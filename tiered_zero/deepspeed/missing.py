@@ -48,19 +48,21 @@ MISSING = {
     "zero.stage3": "tiered-zero plan shows the bytes of a config on each tier, before a run",
     "zero.TiledLinear": "a linear layer is fetched whole; set tiered_zero.unit_size_cap to a number that holds it",
 }
-"""Module or name of DeepSpeed that does not exist here, with everything in it -> what to do instead."""
+"""Path of a module or name of DeepSpeed that does not exist here -> what to do instead. An entry holds for everything
+inside the module too."""
 _ANY = "docs/migrating.md lists what scripts take of DeepSpeed, and what does the same here"
 
 
 def _remedy(path: str) -> str:
-    """Return what to do without `path`, or without the nearest module around it."""
+    """Return what to do instead of using `path`: the entry of MISSING for it, or for the nearest module around it."""
     while path not in MISSING and "." in path:
         path = path.rpartition(".")[0]
     return MISSING.get(path, _ANY)
 
 
 def refuse_other_names(module: str = "") -> Callable[[str], Any]:
-    """Make the `__getattr__` of DeepSpeed's `module`: it raises MissingNameError, an AttributeError."""
+    """Return the `__getattr__` for a file that provides DeepSpeed's `module`: it raises MissingNameError, an
+    AttributeError, for each name that the file does not have. `module`: "" for the package itself."""
 
     def refuse(name: str) -> Any:
         if name.startswith("__"):
@@ -72,13 +74,13 @@ def refuse_other_names(module: str = "") -> Callable[[str], Any]:
 
 
 class MissingModule(ModuleType):
-    """Stands in `sys.modules` for a module or name that does not exist here. `import deepspeed.moe` finds this object;
-    an import from it raises MissingModuleError; reading an attribute, calling it or deriving from it raises
-    MissingNameError."""
+    """Stands in `sys.modules` for a module or name that does not exist here. `import deepspeed.moe` succeeds and finds
+    this object. An import from the object raises MissingModuleError. Reading an attribute of it, calling it or deriving
+    a class from it raises MissingNameError."""
 
     def __getattr__(self, name: str) -> Any:
         path = self.__name__.partition(".deepspeed.")[2]
-        if name == "__path__":  # which an import of a name, or of a module in it, reads
+        if name == "__path__":  # read when a name or module in it is imported
             raise MissingModuleError(f"deepspeed.{path} does not exist here: {_remedy(path)}.", name=self.__name__)
         return refuse_other_names(path)(name)
 

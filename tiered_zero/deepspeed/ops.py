@@ -1,4 +1,5 @@
-"""Provide DeepSpeed's optimizers: torch's own classes with DeepSpeed's defaults, stepped by the engine's own kernel."""
+"""Provide DeepSpeed's optimizers: torch's classes, and a Lion, with DeepSpeed's defaults. An engine steps them with its
+own kernel."""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ from tiered_zero.rules.native_rules import Lion as FusedLion
 __all__ = ["DeepSpeedCPUAdagrad", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedAdam", "FusedLion"]
 
 __compatible_ops__ = {"async_io": True, "cpu_adagrad": True, "cpu_adam": True, "cpu_lion": True}
-"""Operators that DeepSpeed would compile, and that need no compiler here."""
+"""DeepSpeed's compiled operators that work here, without a compiler."""
 
 __getattr__ = refuse_other_names("ops")
 
 _KEYS = {"params", "param_names", "lr", "initial_lr", "betas", "eps", "weight_decay", "bias_correction"}
-"""Keys of a param group that an Adam class without the key `amsgrad` has made."""
+"""The keys that a param group of an Adam may have, if the class has no option `amsgrad`."""
 
 
 def DeepSpeedCPUAdam(
@@ -62,10 +63,11 @@ def FusedAdam(
 
 
 def _check_groups(params: list[Any]) -> None:
-    """Raise ConfigError for a param group that another optimizer has made: Accelerate hands over the groups of any
-    optimizer, and would train Adam in its place. A group that has `lr` counts as made by an optimizer, and one that has
-    `amsgrad` as made by torch's Adam. The groups of bitsandbytes' Lion, SGD and RMSprop have no other keys than Adam's,
-    but 0 for eps or beta2."""
+    """Raise ConfigError for a param group of an optimizer other than Adam: Accelerate hands over the groups of any
+    optimizer, and would train Adam in its place.
+
+    A group without `lr` comes from no optimizer, and a group with `amsgrad` from torch's Adam: both are accepted. The
+    groups of bitsandbytes' Lion, SGD and RMSprop have the keys of Adam, but eps or beta2 is 0: they are refused."""
     for group in params:
         if not isinstance(group, dict) or "lr" not in group or "amsgrad" in group:
             continue

@@ -1,4 +1,4 @@
-"""Provide `initialize` with what libraries read of its results, and the classes that they look for in `runtime`."""
+"""Provide `initialize`, whose results have the attributes that libraries read, and the classes of `runtime`."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ __getattr__ = refuse_other_names("runtime")
 
 
 class _ParameterOffload:
-    """Stands for DeepSpeed's `optimizer.parameter_offload`, whose hooks TRL removes while a model generates, and adds
-    again. It has no hooks: here functions fetch the parameters with which they are called."""
+    """Stands for DeepSpeed's `optimizer.parameter_offload`, whose hooks TRL removes while a model generates, and then
+    adds again. This object has no hooks, because a parameter is fetched when a function is called with it."""
 
     class _Module(nn.Module):
         def ds_external_parameters(self) -> tuple[()]:
@@ -53,10 +53,11 @@ class _ParameterOffload:
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, DeepSpeedOptimizer, TrainingLoader | None, Any]:
-    """Call `tiered_zero.initialize`, and return its results. At stage 3 parameters and the optimizer get attributes of
-    DeepSpeed that TRL and Lightning read: `ds_numel` (elements), `ds_status` (AVAILABLE: a function fetches the
-    parameters with which it is called) and `parameter_offload`. Every tensor gets `ds_status`: TRL's losses read it
-    from what autograd has saved of a weight, which is no parameter under saved-tensor hooks."""
+    """Call `tiered_zero.initialize`, and return its results.
+
+    At stage 3 also set attributes of DeepSpeed that TRL and Lightning read: `ds_numel` (elements) on each parameter,
+    `parameter_offload` on the optimizer, and `ds_status` (AVAILABLE) on the class torch.Tensor: TRL's losses read it
+    from saved weights, which are tensors but no parameters under saved-tensor hooks."""
     _check_accelerate()
     engine, optimizer, loader, scheduler = api.initialize(*args, **kwargs)
     if engine.zero_optimization_stage() == 3:
@@ -69,8 +70,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, DeepSpeedOpt
 
 
 def _check_accelerate() -> None:
-    """Raise ModelError if Accelerate, which splits the data, knows of another number of ranks than there are: with
-    DeepSpeed and without a GPU it takes each rank for the only one, unless the backend is named."""
+    """Raise ModelError if Accelerate knows of another number of ranks than there are: it would split the data wrongly.
+    With DeepSpeed and without a GPU Accelerate takes each rank for the only one if the script names no backend."""
     state = sys.modules.get("accelerate.state")
     known = state.PartialState._shared_state.get("num_processes") if state is not None else None
     if known is not None and known != world_size_here():

@@ -1,7 +1,8 @@
-"""Provide DeepSpeed's `utils`: full masters, gradients and state of a parameter, the weights of a checkpoint as fp32
-(`zero_to_fp32`), its logger, and single names that Accelerate takes from `checkpoint.utils` and `launcher.runner`.
+"""Provide DeepSpeed's `utils`: read and set the full masters, gradients and state of a parameter; read the weights of a
+checkpoint as fp32 (`zero_to_fp32`); DeepSpeed's logger.
 
-`tiered-zero checkpoint export` is the command for `zero_to_fp32`. Every byte that is read is checked.
+Also has the few names that Accelerate imports from `checkpoint.utils` and `launcher.runner`. `tiered-zero checkpoint
+export` does the work of `zero_to_fp32` on the command line. Every byte that is read is checked by its checksum.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ __getattr__ = refuse_other_names("utils")
 logger = getLogger("tiered_zero")
 
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
-"""The file in which Accelerate leaves variables for other hosts, before it starts torchrun."""
+"""The file in which Accelerate stores environment variables for other hosts, before it starts torchrun."""
 
 StateDict = dict[str, torch.Tensor]
 _Item = TypeVar("_Item")
@@ -66,7 +67,7 @@ def clone_tensors_for_torch_save(item: _Item, device: object = None) -> _Item:
 
 
 class RepeatingLoader:
-    """Yields the batches of `loader`, and begins again when the loader ends."""
+    """Yields the batches of `loader` without end: when the loader ends, it begins again."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -86,9 +87,9 @@ class RepeatingLoader:
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Return the modules of `model` that are of these classes (or class names, with or without their module's name),
-    and change nothing: what a module needs is fetched when it is called. Raises ConfigError if there is no such module
-    and `raise_if_not_found` is true."""
+    """Return the modules of `model` whose class is among `leaf_module_classes`: classes, or names of classes with or
+    without the module's path. Changes nothing, because the parameters of any module are fetched when it is called.
+    Raises ConfigError if there is no such module and `raise_if_not_found` is true."""
     kinds = tuple(kind for kind in leaf_module_classes if isinstance(kind, type))
     names = {kind for kind in leaf_module_classes if isinstance(kind, str)}
 
@@ -128,7 +129,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> StateDict:
-    """Read the weights of `checkpoint_dir/tag` to host memory: parameters as fp32, tied ones under each of their names.
+    """Read the weights of `checkpoint_dir/tag` to host memory: parameters as fp32, tied parameters under each name.
 
     `tag`: the checkpoint; None: the one that `latest` names, else the newest whole one. `exclude_frozen_parameters`:
     leave out parameters that were not trained. `lazy_mode` has no effect. Raises StoreError, CorruptionError, and
@@ -170,9 +171,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the weights of `checkpoint_dir/tag` to `output_dir` as safetensors, also without `safe_serialization`, in
-    bounded memory. `max_shard_size`: the most bytes of a file, or text such as "5GB"; None: one file. Raises
-    StoreError, CorruptionError, ConfigError."""
+    """Write the weights of `checkpoint_dir/tag` to `output_dir` as safetensors, in bounded memory. `max_shard_size`:
+    the most bytes of a file, or text such as "5GB"; None: one file. `safe_serialization`: false only logs a warning.
+    Raises StoreError, CorruptionError, ConfigError."""
     if not safe_serialization:
         logger.warning("convert_zero_checkpoint_to_fp32_state_dict writes model.safetensors, and no pytorch_model.bin")
     try:
@@ -192,7 +193,7 @@ def _open(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> TensorRead
 
 
 def _read(weight: WeightTensor, read: dict[int, torch.Tensor]) -> torch.Tensor:
-    """Read the tensor of `weight`, add it to `read`, in which its other names find it, and return it."""
+    """Read the tensor of `weight` and return it. Also add it to `read`, so that the tensor's other names use it."""
     whole = torch.empty(weight.shape, dtype=weight.dtype)
     flat, start = whole.view(-1), 0
     for part in weight.read():

@@ -1,5 +1,5 @@
-"""Provide DeepSpeed's `zero`, for scripts that build models under `zero.Init` and use GatheredParameters, and what
-Transformers and TRL read from its `partition_parameters`.
+"""Provide DeepSpeed's `zero`: `zero.Init` and GatheredParameters for scripts, and the names that Transformers and TRL
+read from its `partition_parameters`.
 
 Nothing is sharded while a model is built, so most of these names do nothing.
 """
@@ -37,12 +37,13 @@ __getattr__ = refuse_other_names("zero")
 
 
 class Init:
-    """Builds the model as it is written, in host memory; `initialize` moves it to its tiers.
+    """A `with` block in which a script builds its model. The model is built in host memory, as without the block;
+    `initialize` moves it to its tiers.
 
-    DeepSpeed shards each module as it is made. This class does not build on the meta device, where the values that a
-    constructor writes into parameters would be lost. For a model larger than host memory write `torch.device("meta")`
-    yourself: its values then come from `reset_parameters`, `_init_weights` or `tiered_zero.weights`. With several ranks
-    `initialize` gives every rank the values of rank 0, unit by unit.
+    DeepSpeed shards each module as it is made. This class does not build on the meta device: values that a constructor
+    writes into parameters would be lost. For a model larger than host memory write `torch.device("meta")` yourself: its
+    values then come from `reset_parameters`, `_init_weights` or `tiered_zero.weights`. With several ranks `initialize`
+    gives every rank the values of rank 0, unit by unit.
     """
 
     def __init__(
@@ -54,9 +55,9 @@ class Init:
         enabled: bool = True,
         **others: Any,
     ) -> None:
-        """Make the process group if there is none, as DeepSpeed does: scripts ask for their rank while they build the
-        model. All arguments of DeepSpeed are accepted, but only `enabled` has an effect; the config that counts is that
-        of `initialize`."""
+        """Initialize the default process group if there is none, as DeepSpeed does: scripts ask for their rank while
+        they build the model. All arguments of DeepSpeed are accepted; only `enabled` has an effect. The config is given
+        to `initialize`."""
         if enabled:
             open_default_group()
             logger.info("zero.Init: the model is built in host memory, and moves to its tiers in initialize()")
@@ -75,9 +76,9 @@ def GatheredParameters(
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Gather weights by `tiered_zero.gathered` for a `with` block, and keep the changes that `modifier_rank` makes.
-    Before `initialize` it does nothing. A None among `params`, which Transformers passes in the place of a bias, is
-    skipped."""
+    """Gather weights for a `with` block, by `tiered_zero.gathered`. `modifier_rank`: every rank gets the changes that
+    this rank makes in the block; None: a change raises ModelError. Does nothing before `initialize`. A None in `params`
+    is skipped: Transformers passes it in place of a bias."""
     num_ranks = get_world_size()
     if modifier_rank is not None and modifier_rank not in range(num_ranks):
         raise ModelError(
@@ -90,11 +91,11 @@ def GatheredParameters(
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Do nothing: functions of any module find the parameters with which they are called."""
+    """Do nothing: a parameter is fetched when a function is called with it, whichever module calls."""
 
 
 class ZeroParamStatus(IntEnum):
-    """Whether a parameter can be used: here each is AVAILABLE."""
+    """DeepSpeed's status of a parameter. Here every parameter is AVAILABLE: it can be used."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2

@@ -1,4 +1,4 @@
-"""Read training text as bytes, and cut batches that depend on a seed and an index alone."""
+"""Read training text as bytes, and make batches from it that depend only on a seed and an index."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_BYTE_VALUES = 256
 
 
 class Corpus:
-    """A text in host memory, as bytes: [num_bytes] uint8. `source`: says where it comes from."""
+    """A text in host memory, as a tensor of bytes: [num_bytes] uint8. `source`: where the text comes from, in words."""
 
     def __init__(self, text: bytes, source: str) -> None:
         self.source = source
@@ -27,7 +27,7 @@ class Corpus:
 
     @property
     def is_binary(self) -> bool:
-        """Whether the first 64 KiB hold a NUL byte, as no text does."""
+        """Whether the first 64 KiB have a NUL byte, which no text has."""
         return bool((self._text[: 1 << 16] == 0).any())
 
     def check(self, length: int) -> None:
@@ -41,11 +41,11 @@ class Corpus:
         """Return batch `index`: tokens and targets, each [size, length] int64 in host memory. The target of a byte is
         the next byte of the text.
 
-        Samples begin anywhere in the text, with equal chance. Raises ConfigError if the text is too short for one.
+        Each sample begins at a random byte of the text. Raises ConfigError if the text is too short for a sample.
         """
         self.check(length)
         num_starts = len(self) - length
-        # Not torch's generator: on the CPU it takes 32 bits of its seed; seed and index would have to share them.
+        # Not torch's generator: on the CPU it uses 32 bits of its seed, too few for seed and index.
         generator = random.Random(f"{seed} {index}")
         starts = torch.tensor([generator.randrange(num_starts) for _ in range(size)])
         windows = self._text[starts[:, None] + torch.arange(length + 1)].long()

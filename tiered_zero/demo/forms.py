@@ -1,4 +1,4 @@
-"""Train one model for a few steps, as plain PyTorch or over three tiers, in a process of `tiered-zero demo`.
+"""Train one model for a few steps, with plain PyTorch or over three tiers, in a process that `tiered-zero demo` starts.
 
     python -m tiered_zero.demo.forms '{"directory": null, ...}'
 
@@ -31,8 +31,8 @@ WATCH_S = 0.01
 @dataclass(frozen=True, kw_only=True)
 class Form:
     """How to train. `directory`: where swap files go; None: train with plain PyTorch. `limit_nbytes`: how much memory
-    training may take beyond what the imports take; None: no limit. `steps`: the number of losses; plain PyTorch runs
-    only the forward of the last step."""
+    training may take beyond the memory of the imports; None: no limit. `device_nbytes`, `host_nbytes`: limits of the
+    engine's plan. `steps`: the number of losses; of the last step plain PyTorch runs only the forward."""
 
     layers: int
     hidden: int
@@ -65,8 +65,8 @@ class Form:
 
 
 def run(form: Form) -> None:
-    """Train as `form` says, and print the lines. End this process if its memory passes the limit. Raises what training
-    raises."""
+    """Train as `form` says, and print the lines of JSON. End this process if its memory exceeds the limit. Raises what
+    training raises."""
     text = read_corpus()
     memory = _MemoryWatch(form.limit_nbytes)
     began_s = time.perf_counter()
@@ -98,9 +98,9 @@ def run(form: Form) -> None:
 
 
 class _MemoryWatch:
-    """Ends this process, as the kernel ends one, when its own memory grows by more than `limit_nbytes`. A thread looks
-    every WATCH_S. RLIMIT_DATA would not do: it counts the stacks of threads too, on a large machine more than the
-    model."""
+    """Ends this process when its own memory grows by more than `limit_nbytes`, as the kernel does when memory runs out.
+    A thread checks every WATCH_S seconds. RLIMIT_DATA is not used: it also counts the stacks of threads, which on a
+    large machine take more than the model."""
 
     def __init__(self, limit_nbytes: int | None) -> None:
         self._limit_nbytes, self.peak_nbytes = limit_nbytes, 0

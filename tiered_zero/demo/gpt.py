@@ -64,7 +64,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT. Every parameter belongs to a module with `reset_parameters`, so that a model on `meta` can be filled."""
+    """A GPT. Every parameter belongs to a module with `reset_parameters`, which gives values to a model from `meta`."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -78,10 +78,8 @@ class GPT(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return logits [B, T, vocab], or with targets [B, T] int64 the mean loss, fp32.
-
-        `tokens`: [B, T] int64, T <= context.
-        """
+        """Return logits [B, T, vocab]; with `targets` return the mean loss, fp32. `tokens`, `targets`: [B, T] int64, T
+        <= context."""
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
@@ -92,6 +90,6 @@ class GPT(nn.Module):
 
 
 def build_gpt(config: GPTConfig, device: str = "meta") -> GPT:
-    """Build the model. On `meta` it takes no memory: for planning, and for engines that initialize it unit by unit."""
+    """Build the model. On `meta` it takes no memory: a plan needs no values, and an engine makes them unit by unit."""
     with torch.device(device):
         return GPT(config)

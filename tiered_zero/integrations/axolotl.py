@@ -1,8 +1,8 @@
 """Connect to axolotl by a plugin. In its YAML:
 
 plugins: [tiered_zero.integrations.axolotl.Plugin]
-tiered_zero_offload: {device: nvme, nvme_path: swap}      # optimizer state: the argument of OffloadedOptimizer; or
-tiered_zero_config: {zero_optimization: {stage: 3, ...}}  # parameters too: a config, or its file, of an engine
+tiered_zero_offload: {device: nvme, nvme_path: swap}      # offload optimizer state: `offload` of OffloadedOptimizer
+tiered_zero_config: {zero_optimization: {stage: 3, ...}}  # or also parameters: an engine's config, or its file
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TieredZeroArgs(BaseModel):
 
 
 class Plugin(BasePlugin):  # type: ignore[misc, unused-ignore]
-    """Puts the optimizer's state, or the whole model, onto tiers; saves the state in files, and logs bytes by tier."""
+    """Offloads the optimizer's state, or parameters too; saves the state in files of its own; logs bytes by tier."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Plugin(BasePlugin):  # type: ignore[misc, unused-ignore]
         config = cfg.tiered_zero_config
         if isinstance(config, Mapping):
             config = {"train_micro_batch_size_per_gpu": cfg.micro_batch_size or 1, **config}
-        no_trainer: Any = None  # it reads nothing of one
+        no_trainer: Any = None  # the method does not use its trainer
         decayed = set(Trainer.get_decay_parameter_names(no_trainer, model))
         groups: list[dict[str, Any]] = [
             {"params": [], "weight_decay": cfg.weight_decay or 0.0},
@@ -65,12 +65,12 @@ class Plugin(BasePlugin):  # type: ignore[misc, unused-ignore]
         self.engine = tiered_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
 
     def create_optimizer(self, cfg: Any, trainer: Any) -> Any:
-        """Return the engine's optimizer, or one of Trainer's own class and param groups with its state on a tier; None
-        if the config asks for neither."""
+        """Return the engine's optimizer if there is an engine. Else, with tiered_zero_offload, return an optimizer of
+        the class and param groups that Trainer chooses, with its state on a tier. Else return None."""
         if self.engine is not None:
             return self.engine.optimizer
         if cfg.tiered_zero_offload is None or trainer.optimizer_cls_and_kwargs is not None:
-            return None  # Trainer's own way; also when Trainer asks again from inside of the call below
+            return None  # Trainer makes the optimizer; also in the call below, which asks again
         kind, values = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
         values = {"optimizer_class": kind, "offload": dict(cfg.tiered_zero_offload), **values}
         trainer.optimizer_cls_and_kwargs = (OffloadedOptimizer, values)

@@ -15,9 +15,9 @@ from tiered_zero.errors import ConfigError, ModelError
 
 class TieredStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
     """Puts parameters, gradients and state on the tiers of `config`, a dict or a file:
-    `Trainer(strategy=TieredStrategy(config))`. Module, optimizer and schedulers stay as they are; Lightning accumulates
-    and clips (several ranks clip by `gradient_clipping` in the config). The engine stays open after `fit`, for saves
-    and tests; `engine.close()` or the end of the strategy frees it.
+    `Trainer(strategy=TieredStrategy(config))`. The user's module, optimizer and schedulers need no change. Lightning
+    accumulates gradients, and on one rank clips them; several ranks clip by `gradient_clipping` in the config. The
+    engine stays open after `fit`, for saves and tests; `engine.close()` or the end of the strategy frees it.
     """
 
     def __init__(self, config: Mapping[str, Any] | str | os.PathLike[str], **options: Any) -> None:
@@ -33,7 +33,7 @@ class TieredStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
 
     def setup(self, trainer: Any) -> None:
         """Build the engine for a fit. A test or a validation after the fit runs on the engine of the fit."""
-        if self.num_nodes * self.num_processes == 1:  # with a sampler for ranks Lightning shuffles the data
+        if self.num_nodes * self.num_processes == 1:  # one rank: a distributed sampler would shuffle
             trainer._accelerator_connector.use_distributed_sampler = False
         if self.engine is None or trainer.state.fn == TrainerFn.FITTING:
             super().setup(trainer)
@@ -42,8 +42,7 @@ class TieredStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
             self.model = self.engine
 
     def model_to_device(self) -> None:
-        """Do nothing in a fit, where the engine moves parameters. Without a fit there is no engine, and the base class
-        moves the model."""
+        """Do nothing in a fit: the engine moves parameters. Outside of a fit let the base class move the model."""
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             super().model_to_device()
 

@@ -1,5 +1,5 @@
-"""Connect to the Trainer of Transformers: keep optimizer state in files of its own, and log a step's bytes by tier and
-the share of time that each link was busy."""
+"""Connect to the Trainer of Transformers by two callbacks: one saves optimizer state in files of its own; the other
+logs a step's bytes by tier and the share of time for which each link was busy."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _FOLDER = "optimizer_state"
 
 class SaveStateCallback(TrainerCallback):
     """Writes an OffloadedOptimizer's state to `checkpoint-N/optimizer_state`, one parameter after the other, and reads
-    the state from these files: Trainer's `optimizer.pt` holds only their key. Brings a ZeroRedundancyOptimizer's state,
-    which has to fit into host memory, to rank 0 before a save.
+    it from there when Trainer resumes; Trainer's own `optimizer.pt` then has only a key to these files. Before a save
+    it also collects a ZeroRedundancyOptimizer's state, which has to fit into host memory, on rank 0.
 
     `resume_from`: the checkpoint that `train(resume_from_checkpoint=...)` names, if it is neither in
     `args.output_dir` nor `args.resume_from_checkpoint`.
@@ -36,18 +36,19 @@ class SaveStateCallback(TrainerCallback):
             named = [Path(path) / _FOLDER for path in (self._resume_from, args.resume_from_checkpoint) if path]
             own.load_state(next((path for path in named if path.is_dir()), _folder(args, state)))
         saved = weakref.proxy(own)
-        # Trainer calls it before it writes trainer_state.json and removes older checkpoints: one of them is whole
+        # Trainer calls it before it removes older checkpoints, so that one whole checkpoint always exists
         vars(own)["state_dict"] = lambda: saved.save_state_dict(_folder(args, state))
 
     def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-        """Bring the state to rank 0 before a save. On every rank: Trainer asks rank 0 alone for the state."""
+        """Collect a ZeroRedundancyOptimizer's state on rank 0 before a save. Every rank must call this; Trainer asks
+        only rank 0 for the state."""
         if control.should_save and not args.save_only_model:
             _consolidate(optimizer)
 
     on_epoch_end = on_step_end
 
     def on_evaluate(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-        """Bring the state to rank 0 if the metric is about to decide whether a save follows."""
+        """Collect a ZeroRedundancyOptimizer's state on rank 0 if the result of the evaluation may lead to a save."""
         if args.save_strategy == "best" and not args.save_only_model:
             _consolidate(optimizer)
 
@@ -57,7 +58,7 @@ class SaveStateCallback(TrainerCallback):
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer that Accelerate has wrapped, or the one given."""
+    """Return the optimizer inside of Accelerate's wrapper; an optimizer that is not wrapped is returned as it is."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
@@ -71,10 +72,11 @@ def _folder(args: Any, state: Any) -> Path:
 
 
 class ReportCallback(TrainerCallback):
-    """Adds to each line of training logs: GiB on each tier, the busy share of each link in the last step (the largest
-    binds the step), GB written to the disk by this process, and these GB as a share of `rated` ("600TB", the drive's
-    endurance). `engine`: the engine, if one steps the optimizer. Loggers before this callback, such as those of
-    `report_to`, miss the numbers; `state.log_history` has them."""
+    """Adds numbers to each line of training logs: GiB on each tier; the busy share of each link in the last step (the
+    link with the largest share binds the step); GB that this process has written to the disk; with `rated`, the share
+    of these GB in what the drive is rated to take, such as "600TB". `engine`: the engine, if one steps the optimizer.
+    Loggers that run before this callback, such as those of `report_to`, miss the numbers; `state.log_history` has
+    them."""
 
     def __init__(self, engine: Any = None, rated: str | int | None = None) -> None:
         self._engine = engine
@@ -87,7 +89,7 @@ class ReportCallback(TrainerCallback):
             self._written += report.link_nbytes.get("disk write", 0)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, optimizer: Any = None, **_: Any) -> None:
-        """Add the last step's bytes by tier, and how busy each link was, to `logs`, if `logs` has a loss."""
+        """Add the numbers to `logs` and to the state's history, if `logs` has a loss."""
         report = _report(self._engine, optimizer)
         if report is None or "loss" not in logs:
             return
@@ -101,6 +103,7 @@ class ReportCallback(TrainerCallback):
 
 
 def _report(engine: Any, optimizer: Any) -> Any:
-    """Return the last step's report from the engine, else from the optimizer; None if it has none."""
+    """Return the report of the last step, from the engine if there is one, else from the optimizer; None if there is no
+    report."""
     own = unwrapped(optimizer)
     return getattr(engine or getattr(own, "optim", own), "step_report", None)

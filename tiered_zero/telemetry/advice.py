@@ -1,4 +1,4 @@
-"""Explain why a run's steps take as long as they do, and what to change. Pure."""
+"""Explain why the steps of a run take as long as they do, and what would shorten them. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ BUSY_SHARE = 0.7
 """A lane that is busy for at least this share of a step sets the pace."""
 
 OUTSIDE_SHARE = 0.25
-"""If the loop around the engine takes at least this share of a step, it is named first."""
+"""If the loop around the engine takes at least this share of a step, the explanation names the loop."""
 
 CPU_SHARE = 0.5
-"""If the CPU computes and the process gets less than this share of the CPU seconds, this is named first."""
+"""If the CPU computes and the process gets less than this share of the CPU seconds that its threads could have, the
+explanation names this first."""
 
 WAIT_SHARE = 0.1
 """A wait that takes less than this share of a step is not worth a change."""
@@ -80,16 +81,16 @@ NAMES: dict[str, tuple[str, str]] = {
     OTHER: ("the loop around the engine: data loading, logging", ""),
     "overlap": ("100%: a step takes no longer than its busiest resource; 0%: resources work one after another", ""),
 }
-"""Name in a report -> its meaning, and what shortens a step of which this name takes the largest part."""
+"""Name in a report -> (its meaning, what to change if it takes the largest part of a step; "" if not known)."""
 
 
 def remedy_of(lane: str) -> str:
-    """Return the changes that shorten a step whose pace `lane` sets; "" if none is known."""
+    """Return what to change if `lane`, a lane or a named wait, takes the largest part of a step; "" if not known."""
     return NAMES.get(lane, ("", ""))[1]
 
 
 def explain_prediction(report: RunReport) -> str:
-    """Compare the step with what was predicted for it, and name the lane that misses most; "" without a prediction."""
+    """Say how far the prediction of a step was off, and for which lane it was off most; "" without a prediction."""
     rows = report.prediction_rows()
     if len(rows) < 2:
         return ""
@@ -102,7 +103,7 @@ def explain_prediction(report: RunReport) -> str:
 
 
 def explain_pace(report: RunReport) -> str:
-    """Explain what sets the pace of a typical step, and what would change it; "" for a run without a step."""
+    """Say what takes the largest part of a typical step, and what would shorten it; "" for a run without steps."""
     if not report.busy_s or not report.step_s:
         return ""
     lane = max(report.busy_s, key=lambda name: report.busy_s[name])

@@ -16,14 +16,14 @@ CHAR_WIDTH = 7.3
 
 NOT_RECORDED = '<p class="none">Not recorded.</p>'
 MAX_POINTS = 120
-"""A longer series is drawn as the means of this many parts."""
+"""The most points that are drawn of a series; see `thin`."""
 
 Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """A named series of points, by rising x. `style`: the colour's class."""
+    """A named series of points (x, y), with rising x. `style`: the CSS class of its colour."""
 
     name: str
     style: str
@@ -32,8 +32,8 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A span on a timeline. `row`: counted from the top. `start`, `end`: in the axis's unit. `tip`: shown on
-    hovering."""
+    """A bar on a timeline. `row`: counted from the top. `start`, `end`: in the unit of the x axis. `style`: the CSS
+    class of its colour. `tip`: text shown on hovering."""
 
     row: int
     start: float
@@ -69,7 +69,7 @@ class Plot:
         self.draw(f'<text class="{style}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>')
 
     def x_axis(self, label: str, whole: bool = False) -> None:
-        """Draw the x axis. `whole`: label whole numbers only."""
+        """Draw the x axis. `whole`: put ticks at whole numbers only."""
         self.draw(f'<path class="axis" d="M{self.left:.1f} {self.bottom:.1f}H{self.right:.1f}"/>')
         for tick in ticks(*self._x_range, count=8, smallest=1.0 if whole else 0.0):
             x = self.x(tick)
@@ -115,8 +115,8 @@ def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series],
 
 
 def stacked_chart(title: str, x_label: str, y_label: str, layers: Sequence[Series], most: float = math.inf) -> str:
-    """Draw stacked bars, the first layer at the bottom. All layers have the same x values. `most`: the height at which
-    bars are cut off."""
+    """Draw stacked bars, with the first layer at the bottom. All layers have the same x values. `most`: the y value at
+    which bars are cut off."""
     thinned = [thin(layer.points) for layer in layers]
     if not thinned or not thinned[0]:
         return NOT_RECORDED
@@ -139,7 +139,8 @@ def stacked_chart(title: str, x_label: str, y_label: str, layers: Sequence[Serie
 
 
 def timeline_chart(title: str, x_label: str, rows: Sequence[str], bars: Sequence[Bar]) -> str:
-    """Draw bars in rows, named at the left; a bar's label is drawn if it fits."""
+    """Draw bars in rows. `rows`: names of the rows, drawn at the left. A bar's label is drawn if it fits into the
+    bar."""
     if not bars:
         return NOT_RECORDED
     row_height, left = 24.0, 24 + CHAR_WIDTH * max(len(row) for row in rows)
@@ -154,7 +155,7 @@ def timeline_chart(title: str, x_label: str, rows: Sequence[str], bars: Sequence
         x, y = plot.x(bar.start), TOP + bar.row * row_height + 3
         width = max(0.4, plot.x(bar.end) - x)
         plot.draw(_rect(x, y, width, row_height - 6, bar.style, bar.tip))
-        if following is not None and following.row == bar.row:  # it may lie inside this one, and is drawn over it
+        if following is not None and following.row == bar.row:  # `following` may lie inside this bar, and covers it
             width = min(width, plot.x(following.start) - x)
         if len(bar.label) * CHAR_WIDTH + 6 <= width:
             plot.text(x + 4, y + 13, bar.label, "inside")
@@ -169,7 +170,7 @@ def legend(entries: Sequence[tuple[str, str]]) -> str:
 
 
 def rounded(low: float, high: float) -> tuple[float, float]:
-    """Widen a range to ticks, so that the highest and lowest values lie between labels."""
+    """Widen a range so that it begins and ends at ticks of the axis."""
     low, high = _widened((low, high))
     step = _tick_step(low, high, count=5)
     return math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
@@ -194,7 +195,8 @@ def format_tick(value: float) -> str:
 
 
 def thin(points: Points) -> Points:
-    """Reduce a series to at most MAX_POINTS points, each the mean of a part; all parts have one length."""
+    """Return a series of at most MAX_POINTS points. A longer series is cut into parts of equal length, and each part
+    becomes its mean; a shorter last part is dropped."""
     if len(points) <= MAX_POINTS:
         return points
     length = -(-len(points) // MAX_POINTS)
@@ -203,7 +205,7 @@ def thin(points: Points) -> Points:
 
 
 def _widened(low_high: tuple[float, float]) -> tuple[float, float]:
-    """Return the range, widened if it is empty."""
+    """Return the range; a range of length 0 is widened."""
     low, high = low_high
     return (low, high) if high > low else (low - 0.5, high + 0.5) if low else (0.0, 1.0)
 

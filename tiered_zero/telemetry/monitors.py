@@ -15,13 +15,13 @@ from tiered_zero.telemetry.report import StepReport
 logger = logging.getLogger("tiered_zero")
 
 Write = Callable[[str, float, int], object]
-"""Writes a number, given its name, the number, and the count of samples so far."""
+"""A function that writes one number. Its arguments: name, number, samples trained so far."""
 Open = Callable[[ExitStack], Write]
-"""Opens a writer, and registers its close on the stack."""
+"""A function that opens a writer and returns its Write; it registers the writer's close on the given stack."""
 
 
 def csv_in(folder: Path) -> Open:
-    """Return an opener for csv files: rows "samples, value" are appended to `folder/NAME.csv`."""
+    """Return an opener for csv files: each number is appended to `folder/NAME.csv`, as a row "samples,value"."""
 
     def open_files(end: ExitStack) -> Write:
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,12 +66,12 @@ def wandb_of(**names: str | None) -> Open:
 
 
 class Monitors:
-    """Writes each step's report to the chosen monitors, on the stepping thread. A writer that fails is dropped with a
-    warning.
+    """Writes the numbers of each step's report to the chosen monitors, on the thread that runs the step. A writer that
+    fails is dropped with a warning.
 
-    `chosen`: section of the config -> the opener of its writer; if its package is missing, one warning is logged.
-    `groups`: the live param groups, which hold the learning rate. `batch_size`: samples of a step. Raises ConfigError
-    if a writer cannot be opened.
+    `chosen`: section of the config -> the opener of its writer. `groups`: the param groups in use, which hold the
+    learning rate. `batch_size`: samples of a step. Logs a warning if the package of a writer is missing. Raises
+    ConfigError if a writer cannot be opened for another reason.
     """
 
     def __init__(self, chosen: Mapping[str, Open], groups: Sequence[Mapping[str, Any]], batch_size: int) -> None:
@@ -105,7 +105,7 @@ class Monitors:
         yield from ((f"{tier}_nbytes", nbytes) for tier, nbytes in report.tier_nbytes.items())
 
     def close(self) -> None:
-        """Close all writers. Idempotent. Logs a warning if one fails."""
+        """Close all writers. Idempotent. Logs a warning if closing fails."""
         try:
             self._end.close()
         except Exception as error:
@@ -113,9 +113,9 @@ class Monitors:
 
 
 class StepLog:
-    """Logs a line for every `every`-th step. `groups`: the live param groups, which hold the
-    learning rates. `breaks_down`: add a second line with the step's seconds by cause. The user asked for the line
-    (steps_per_print), so it is printed if no handler of the logger would show it."""
+    """Logs a line about every `every`-th step. `groups`: the param groups in use, which hold the learning rates.
+    `breaks_down`: add a second line with the step's seconds by cause. The user has asked for these lines
+    (steps_per_print), so they are printed if the logger would not show them."""
 
     def __init__(self, every: int, groups: Sequence[Mapping[str, Any]], breaks_down: bool = False) -> None:
         self._every = every

@@ -1,4 +1,4 @@
-"""Render a run as one HTML page: no network, no script; it follows the reader's light or dark setting."""
+"""Render the record of a run as one HTML page, without scripts or network access, in light or dark colours."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ COLOURS = {
     "host": ("#1f8a70", "#4fc0a2"),
     "nvme": ("#d9822b", "#f0a35a"),
 }
-"""(light, dark) colours of causes, lanes and tiers. A cause and a lane of one name share a colour."""
+"""Name of a cause, lane or tier -> its (light, dark) colours. A cause and a lane of the same name share them."""
 
 INKS = {
     "ink": ("#1c2126", "#e6eaed"),
@@ -53,11 +53,11 @@ INKS = {
     "inside": ("#ffffff", "#101416"),
     "warn": ("#b3261e", "#ff8a80"),
 }
-"""(light, dark) colours of text and surfaces; `inside` is text on a coloured bar."""
+"""Name of a text or surface -> its (light, dark) colours; `inside` is text on a coloured bar."""
 
 
 def style_of(name: str) -> str:
-    """Return the CSS class with the colour of a cause, lane or tier; the class of `other` if it has none."""
+    """Return the CSS class for the cause, lane or tier `name`; the class `other` if COLOURS does not have the name."""
     return (name if name in COLOURS else "other").replace(" ", "-")
 
 
@@ -129,16 +129,17 @@ STYLE = (
 
 
 CUT_AT = 4.0
-"""Longer steps than this multiple of the median, such as the first, are cut off, to keep the others readable."""
+"""The bar of a step is cut off at this multiple of the median wall time: a long first step would make the other bars
+too small to read."""
 
 MAX_BARS = 4000
-"""The most bars in a timeline: the longest spans, so that the page stays small."""
+"""The most bars in a timeline. Only the longest spans are drawn, so that the page stays small."""
 
 MAX_PLACES = 6
 """The most saved or loaded checkpoints that the page names."""
 
 MAX_ROWS = 6
-"""The most rows of a lane in a timeline: a disk may have more requests in flight."""
+"""The most rows of one lane in a timeline. A disk may have more requests in flight; these are not drawn."""
 
 
 def render_page(run: RunRecord, title: str) -> str:
@@ -208,7 +209,7 @@ def _figures(run: RunRecord) -> str:
 
 
 def _saves(run: RunRecord) -> dict[int, float]:
-    """Return step -> the seconds of the calls after it that saved or loaded a checkpoint."""
+    """Return step -> seconds of saving and loading checkpoints after that step."""
     calls = {step.step - 1: seconds for step in run.steps if (seconds := step.seconds.get("save"))}
     if run.footer is not None and run.footer.end_save_s:
         calls[run.steps[-1].step if run.steps else 0] = run.footer.end_save_s
@@ -216,7 +217,7 @@ def _saves(run: RunRecord) -> dict[int, float]:
 
 
 def _curve(steps: Sequence[StepReport], title: str, name: str) -> str:
-    """Draw the field `name` of the steps in which it has a value."""
+    """Draw the field `name` of StepReport by step, without the steps in which it is None."""
     points = [(step.step, value) for step in steps if (value := getattr(step, name)) is not None]
     return _figure(
         title, line_chart(f"{title} by step", "step", name, [Series(name=name, style="step", points=points)])
@@ -292,8 +293,8 @@ def _timeline(timeline: Timeline | None) -> str:
 
 
 def draw_timeline(timeline: Timeline) -> str:
-    """Draw the step's longest spans as SVG: a row for each lane, more if its spans overlap. A span that began before
-    the driver's step is drawn from the step's start."""
+    """Draw the longest spans of a step as SVG: one row for each lane, more if its spans overlap. A span that began
+    before the step is drawn from the step's start."""
     longest = sorted(timeline.spans, key=lambda span: span.start_s - span.end_s)[:MAX_BARS]
     driver = [span for span in longest if span.lane == DRIVER_LANE]
     began_s = min(span.start_s for span in driver or longest)
@@ -315,7 +316,8 @@ def draw_timeline(timeline: Timeline) -> str:
 
 
 def _style_name(span: Span) -> str:
-    """Return the name that gives a span its colour: its kind on the driver's lane and for waits, else its lane."""
+    """Return the key of a span's colour in COLOURS: the kind of a wait or of a span on the driver's lane, else the
+    lane."""
     return span.kind if is_wait(span.kind) or span.lane == DRIVER_LANE else span.lane
 
 
@@ -325,7 +327,7 @@ def _why(report: RunReport) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], num_names: int = 1, style: str = "") -> str:
-    """Render a table; the first `num_names` cells of a row are its name."""
+    """Render an HTML table; the first `num_names` cells of each row are header cells."""
 
     def cells(row: Sequence[str]) -> str:
         tags = ["th"] * num_names + ["td"] * (len(row) - num_names)
@@ -338,13 +340,13 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], num_names: int = 
 
 
 def _links(report: RunReport) -> str:
-    """Render bytes and rate of each lane, as in the command line's table."""
+    """Render a table with bytes and rate of each lane."""
     return _figure("Links", _table(("link", "bytes, whole run", "rate while busy", "busy"), [*report.link_rows()]))
 
 
 def _plan(run: RunRecord) -> str:
-    """Render a row for each kind on each tier, then the tier's sum. A tier's peak may be less than the sum of the peaks
-    of its kinds."""
+    """Render planned and peak bytes: a row for each kind on each tier, then a row for the whole tier. The kinds of a
+    tier may have their peaks at different times, so the tier's peak may be below their sum."""
     planned, peak = run.header.planned_nbytes, run.steps[-1].kind_nbytes if run.steps else {}
     sums = run.header.planned_by_tier, run.report.peak_nbytes
     rows = []

@@ -1,10 +1,10 @@
-"""Report steps and runs: seconds by cause, bytes by link, and the resource that bound them.
+"""Report steps and runs: seconds by cause, bytes by lane, and the lane that bound a step.
 
-[Note: The facts of a step] The causes are `forward`, `backward` and `step`, without the seconds of causes inside them;
-the work of the driver, the thread that runs the step, for other lanes (`update`); each named wait; and `other` (the
-loop around the engine). They sum to the wall time. A lane's busy fraction is its busy seconds divided by the wall time;
-the busiest lane binds the step. The overlap fraction is 0 if the wall time is the sum of all lanes' busy times, and 1
-if it is the longest of them.
+[Note: The facts of a step] The seconds of all causes sum to the wall time. The causes are: `forward`, `backward` and
+`step`, each without the causes inside it; work of the driver (the thread that runs the step) for other lanes, such as
+`update`; each named wait; and `other`, the loop around the engine. A lane's busy share is its busy seconds divided by
+the wall time. The lane with the largest share binds the step. The overlap is 1 if the step took no longer than its
+busiest lane, and 0 if it took the sum of all lanes' busy seconds.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from tiered_zero.telemetry.spans import LANES, WAIT_CAUSES, Ledger, Recorder, To
 
 OTHER = "other"
 CAUSES = ("forward", "backward", "pack", "unpack", "step", "update", "fetch", "reduce", "save", *WAIT_CAUSES, OTHER)
-"""All causes, in the order in which they are shown."""
+"""All causes of a step's seconds, in the order in which they are shown."""
 
 BOUND_SHARE = 0.5
-"""A lane that is busy for a smaller share of a step does not bind it."""
+"""A lane binds a step only if it is busy for at least this share of the step."""
 
 MAX_STEPS_KEPT = 1000
-"""The number of last steps from which the typical step of a longer run is taken."""
+"""The typical step of a run is computed from at most this number of its last steps."""
 
 Record = TypeVar("Record", bound="JsonRecord")
 Number = TypeVar("Number", int, float)
@@ -49,8 +49,8 @@ class JsonRecord:
 
     @classmethod
     def from_json(cls: type[Record], values: Mapping[str, Any]) -> Record:
-        """Read a record. Unknown names are ignored: a newer version may have added some. Raises StoreError if one is
-        missing."""
+        """Make a record from a JSON object. Unknown names in the object are ignored: a newer version may have added
+        them. Raises StoreError if a field is missing."""
         known = {
             f.name: float(values[f.name]) if f.type in _FLOATS and values[f.name] is not None else values[f.name]
             for f in fields(cls)  # type: ignore[arg-type]
@@ -64,16 +64,17 @@ class JsonRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport(JsonRecord):
-    """One optimizer step. See [Note: The facts of a step].
+    """The report of one optimizer step. See [Note: The facts of a step].
 
     `loss`: mean over the micro-batches, unscaled; None if unknown. `tokens`: tokens of all micro-batches; 0 if the
     model does not read tokens. `lr`: learning rate of the first param group, in this step; None if it has none.
     `grad_norm`: before clipping; None if it is not computed. `seconds`: cause -> seconds. `link_nbytes`, `busy_s`: lane
     -> bytes moved, lane -> busy seconds. `tier_nbytes`: tier -> the most bytes in this step. `peak_nbytes`: tier -> the
     most bytes since the run began. `kind_nbytes`: tier -> kind -> the most bytes since the run began. `activations`:
-    the number and bytes of storages that were moved or did not fit (kept), if activations are offloaded. `cpu_share`:
-    the part that the process got of the CPU seconds that compute's threads could have; None if an accelerator computes.
-    `start_s`: seconds of placing the values before a run's first step; 0 in later steps.
+    numbers and bytes of the activations that were moved, and of those that stayed on the device for lack of room
+    (kept); empty if activations are not offloaded. `cpu_share`: the process's CPU seconds, divided by the CPU seconds
+    that the threads of compute could have had; None if an accelerator computes. `start_s`: seconds in which the model's
+    values were placed, before the first step; 0 in the reports of later steps.
     """
 
     step: int
@@ -96,7 +97,7 @@ class StepReport(JsonRecord):
 
     @property
     def bytes_per_s(self) -> dict[str, float]:
-        """Lane -> bytes divided by busy time."""
+        """Lane -> its bytes divided by its busy seconds."""
         return link_rates(self.link_nbytes, self.busy_s)
 
     @property
@@ -119,8 +120,7 @@ class StepReport(JsonRecord):
 def build_step_report(
     step: int, totals: Totals, wall_s: float, ledger: Ledger | None = None, **facts: Any
 ) -> StepReport:
-    """Build the report of a step. `totals`: sums over the last `wall_s` seconds. `facts`: other fields of
-    StepReport."""
+    """Build the report of a step. `totals`: the recorder's sums over the step. `facts`: other fields of StepReport."""
     seconds = {**totals.causes, OTHER: max(0.0, wall_s - sum(totals.causes.values()))}
     kinds = ledger.by_kind() if ledger else {}
     return StepReport(
@@ -138,7 +138,7 @@ def build_step_report(
 
 @final
 class StepMeter:
-    """Collects losses and tokens of a step's micro-batches for its report. Driver thread.
+    """Measures each step, collects the losses and tokens of its micro-batches, and builds its report. Driver thread.
 
     `num_threads`: threads of compute on the CPU; 0 if an accelerator computes.
     """
@@ -156,7 +156,7 @@ class StepMeter:
 
     def begin(self) -> None:
         """Begin to measure the first step. Called when the run is assembled."""
-        self._recorder.take_totals()  # drop those of the run's start
+        self._recorder.take_totals()  # drop the sums of the time before the first step
         self._assembled_s = time.perf_counter() - self._start_s
         self._start_s, self._start_cpu_s = time.perf_counter(), time.process_time()
 
@@ -186,13 +186,15 @@ class StepMeter:
 
 
 def known_first(known: Sequence[str], found: Iterable[str]) -> list[str]:
-    """Return the names found, each once: known ones in their order, then the others in theirs."""
+    """Return each name in `found` once: first the names that `known` has, in its order, then the others, in the order
+    of `found`."""
     names = dict.fromkeys(found)
     return [*filter(names.__contains__, known), *filterfalse(known.__contains__, names)]
 
 
 def bottleneck(busy_s: Mapping[str, float], wall_s: float) -> str:
-    """Name the busiest lane: 'disk write (93% busy)'. No lane binds a step if each is idle for most of it."""
+    """Return the lane that binds a step, as text: 'disk write (93% busy)'. If the busiest lane is busy for less than
+    BOUND_SHARE of the step, the text says that no resource binds it."""
     if not busy_s or wall_s <= 0:
         return "nothing measured"
     lane = max(busy_s, key=lambda name: busy_s[name])
@@ -201,7 +203,8 @@ def bottleneck(busy_s: Mapping[str, float], wall_s: float) -> str:
 
 
 def overlap_fraction(busy_s: Mapping[str, float], wall_s: float) -> float:
-    """Return 0 if the lanes worked one after another, 1 if the step took no longer than its busiest lane."""
+    """Return 0 if the lanes worked one after another, 1 if the step took no longer than its busiest lane; between them
+    by the wall time."""
     total, longest = sum(busy_s.values()), max(busy_s.values(), default=0.0)
     if total <= longest:
         return 0.0
@@ -214,13 +217,14 @@ def link_rates(nbytes: Mapping[str, int], busy_s: Mapping[str, float]) -> dict[s
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport(JsonRecord):
-    """The report of a run so far, or of a whole run.
+    """The report of a whole run, or of a run up to now.
 
-    The typical step is the mean over the middle half of the steps by wall time, so that its causes sum to its wall
-    time; the first step, which allocates, is left out if there are others. `planned_nbytes`, `peak_nbytes`: tier ->
-    bytes. `link_nbytes`: lane -> bytes of the whole run. `bytes_per_s`: lane -> rate while the lane is busy.
-    `cpu_share`: see StepReport. `start_s`: seconds of placing the values. `end_save_s`: seconds of saves after the last
-    step. `predicted`: "tokens" of a step, seconds of a "step", and lane -> its seconds.
+    `step_s`, `seconds`, `busy_s`, `overlap`, `bound_by` and `cpu_share` describe the typical step: the mean of the
+    steps without the fastest and the slowest quarter. The first step, which allocates, is left out too if there are
+    others. `planned_nbytes`, `peak_nbytes`: tier -> bytes. `link_nbytes`: lane -> bytes of the whole run.
+    `bytes_per_s`: lane -> rate while the lane is busy. `cpu_share`, `start_s`: see StepReport. `end_save_s`: seconds of
+    saves after the last step. `predicted`: the prediction for one step: "tokens" -> tokens, "step" -> seconds, and
+    lane -> busy seconds; empty without a prediction.
     """
 
     steps: int
@@ -251,15 +255,15 @@ class RunReport(JsonRecord):
         return f"{self.steps:,} step{'s' * (self.steps != 1)}{skipped}"
 
     def prediction_rows(self) -> list[tuple[str, float, float]]:
-        """List "step" and each lane with its seconds, predicted and measured. The list is empty if nothing was
-        predicted, or if the prediction is for another number of tokens than a step has."""
+        """Return rows (name, predicted seconds, measured seconds): first for "step", then for each lane. The list is
+        empty if nothing was predicted, or if a step has another number of tokens than was predicted for."""
         if not self.steps or self.predicted.get("tokens") != self.tokens / self.steps:
             return []
         measured = {"step": self.step_s, **self.busy_s}
         return [(name, s, measured.get(name, 0.0)) for name, s in self.predicted.items() if name != "tokens"]
 
     def link_rows(self) -> Iterator[tuple[str, str, str, str]]:
-        """Yield each lane with its bytes, rate and busy share of a typical step, as text."""
+        """Yield rows of text: a lane, its bytes in the whole run, its rate, and its busy share of a typical step."""
         for lane, busy_s in self.busy_s.items():
             nbytes, rate = self.link_nbytes.get(lane), self.bytes_per_s.get(lane)
             yield (
@@ -271,7 +275,7 @@ class RunReport(JsonRecord):
 
 
 class RunTotals:
-    """Sums the steps of a run. One thread."""
+    """Sums the reports of a run's steps to a RunReport. One thread."""
 
     def __init__(
         self, planned_nbytes: Mapping[str, int] | None = None, predicted: Mapping[str, float] | None = None

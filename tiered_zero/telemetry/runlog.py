@@ -1,10 +1,10 @@
 """Write a run's files step by step: its record (`tiered_zero.report`) and its trace (`tiered_zero.trace`).
 
-A record has one JSON object per line: a header, a line per step, one step's timeline, a footer. The header comes first;
-any other line may be missing, and a cut-off last line (the run was killed) is ignored.
+A record has one JSON object per line: a header, a line per step, one step's timeline, a footer. The header comes first.
+Any other line may be missing. An incomplete last line (the run was killed) is ignored.
 
-A trace is Chrome's, for Perfetto (ui.perfetto.dev) or chrome://tracing, as an array whose closing bracket may be
-missing: the file of a killed run opens.
+A trace has Chrome's format, for Perfetto (ui.perfetto.dev) or chrome://tracing. It is a JSON array whose closing
+bracket may be missing, so the trace of a killed run opens too.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ logger = logging.getLogger("tiered_zero")
 FORMAT_VERSION = 1
 
 TIMELINE_STEP = 3
-"""The step, counted from the start of the process, whose spans go into the record: by then the order of units is known,
-and units are fetched ahead."""
+"""The spans of this step, counted from the start of the process, are written into the record. By then the order of
+units is known, and they are prefetched."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunHeader(JsonRecord):
-    """Facts known before the first step. `planned_nbytes`: tier -> kind -> bytes. `facts`: name -> text of further
-    facts. `config`: key -> value as JSON, for keys that do not have their defaults. `predicted`: as in RunReport.
-    `started_at`: seconds since the epoch."""
+    """The first line of a record: what is known before the first step. `planned_nbytes`: tier -> kind -> bytes.
+    `facts`: name -> text, for further facts. `config`: key -> value as JSON, for keys that do not have their defaults.
+    `predicted`: as in RunReport. `started_at`: seconds since the epoch."""
 
     model: str
     num_parameters: int
@@ -60,7 +60,7 @@ _COLUMNS = tuple(field.name for field in fields(Span))
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """The spans of one step, in perf_counter seconds. In JSON each span is a list of its fields in order."""
+    """The spans of one step. In JSON each span is a list of the values of its fields, in order."""
 
     step: int
     spans: list[Span]
@@ -85,7 +85,7 @@ class RunRecord:
 
     @property
     def report(self) -> RunReport:
-        """The footer, or without one the sum of the steps."""
+        """The footer; if the record has none, a report that is computed from its steps."""
         if self.footer is not None:
             return self.footer
         totals = RunTotals(self.header.planned_by_tier, self.header.predicted)
@@ -97,8 +97,8 @@ class RunRecord:
 class PrivateFile:
     """A text file with mode 0600, written during training. An existing file is renamed.
 
-    The first failed write (a full disk) logs one warning, cuts the file after its last whole entry and closes it;
-    training goes on.
+    The first write that fails (on a full disk) logs a warning, removes its partial text and closes the file; training
+    goes on.
     """
 
     def __init__(self, path: str | os.PathLike[str], setting: str) -> None:
@@ -128,8 +128,8 @@ class PrivateFile:
         return self._fd.closed
 
     def write(self, text: str) -> None:
-        """Pass the text to the operating system at once: on return it survives a kill of the process. Raises nothing;
-        does nothing once the file is closed."""
+        """Write `text` without a buffer, so that it survives a kill of the process. Never raises. Does nothing if the
+        file is closed."""
         if self.closed:
             return
         data = memoryview(text.encode())
@@ -147,7 +147,7 @@ class PrivateFile:
             self.close()
 
     def close(self) -> None:
-        """Close the file. Idempotent. Logs a warning if only now the disk reports that it is full."""
+        """Close the file. Idempotent. Logs a warning if closing fails, as on a full disk."""
         try:
             self._fd.close()
         except OSError as error:
@@ -181,7 +181,7 @@ class RunLog:
 
 
 def read_run(path: str | os.PathLike[str]) -> RunRecord:
-    """Read a run's record from a file. Raises StoreError, which names the line, if the file is no such record."""
+    """Read a run's record from a file. Raises StoreError, which names the line, if the file is no record."""
     try:
         *lines, _cut_off = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -215,18 +215,19 @@ def read_run(path: str | os.PathLike[str]) -> RunRecord:
 
 _PROCESS = 1
 _ROWS_A_LANE = 1000
-"""The number of thread ids that a trace sets aside for the rows of one lane: more than requests in flight at once."""
+"""A trace reserves this many thread ids for the rows of one lane: more than a lane has requests in flight."""
 
 
 class RowLayout:
-    """Places spans on rows: one for each lane and named wait, more if spans overlap without being nested."""
+    """Assigns spans to the rows of a chart. Each lane and each named wait has one row; more if its spans overlap. A
+    span that lies inside another one shares its row."""
 
     def __init__(self) -> None:
         self._rows: dict[str, list[_Row]] = {name: [] for name in (*LANES, *WAIT_CAUSES)}
 
     def place(self, span: Span) -> tuple[str, int]:
-        """Place a span, and return the name of its lane or wait and the index of its row. Callers pass the spans of a
-        batch in order of their start, longer ones first."""
+        """Assign a span to a row. Return the name of its lane or wait, and the index of the row there. Callers pass
+        spans in the order of `by_start`."""
         name = span.kind if is_wait(span.kind) else span.lane
         rows = self._rows.setdefault(name, [])
         for index, row in enumerate(rows):
@@ -237,12 +238,12 @@ class RowLayout:
         return name, len(rows) - 1
 
     def order(self, name: str) -> int:
-        """Return the place of the lane or wait among all known ones."""
+        """Return the position of the lane or wait `name` in the chart, from 0."""
         return list(self._rows).index(name)
 
 
 class _Row:
-    """Spans in order of their start, each after or inside those before it."""
+    """One row of a chart. Each of its spans begins after the spans before it, or lies inside them."""
 
     def __init__(self) -> None:
         self._last_start_s = -math.inf
@@ -262,13 +263,13 @@ class _Row:
 
 
 def by_start(spans: Iterable[Span]) -> list[Span]:
-    """Return the spans with outer ones before those inside them."""
+    """Return the spans in order of their start; of spans with the same start, the longest first."""
     return sorted(spans, key=lambda span: (span.start_s, -span.end_s))
 
 
 class TraceWriter:
-    """Writes spans taken from the recorder to a trace. One thread. `metadata`: name -> text, shown as labels of the
-    trace. Raises ConfigError if the file cannot be created."""
+    """Writes spans to a trace file. One thread. `metadata`: name -> text, shown as labels of the trace. Raises
+    ConfigError if the file cannot be created."""
 
     def __init__(self, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
         self._file = PrivateFile(path, "tiered_zero.trace")
@@ -279,7 +280,7 @@ class TraceWriter:
         self._write([_about("process_name", 0, name="tiered_zero"), _about("process_labels", 0, labels=labels)])
 
     def write(self, spans: Iterable[Span]) -> None:
-        """Write spans: on return they survive a kill of the process. Does nothing once the trace is closed."""
+        """Write spans, so that they survive a kill of the process. Does nothing if the trace is closed."""
         if self._file.closed:
             return
         events: list[dict[str, Any]] = []
@@ -314,9 +315,9 @@ def _about(what: str, thread: int, **args: Any) -> dict[str, Any]:
 
 
 class RunObserver:
-    """Writes each step's report to the run's files, on the stepping thread; makes the recorder keep spans when they are
-    needed. `report_path`, `trace_path`: the files of the record and of the trace; None: no file. Raises ConfigError if
-    a file cannot be created."""
+    """Writes each step to the run's record and trace, on the thread that runs the step. It also makes the recorder keep
+    the spans of steps for which they are written. `report_path`, `trace_path`: the files of the record and of the
+    trace; None: no file. Raises ConfigError if a file cannot be created."""
 
     def __init__(self, recorder: Recorder, header: RunHeader, report_path: str | None, trace_path: str | None) -> None:
         self._recorder = recorder

@@ -1,4 +1,4 @@
-"""Count what a run does as it does it: spans of time by lane, named waits, bytes by link, and bytes by tier."""
+"""Record a run while it works: `Recorder` sums spans of time and their bytes by lane, `Ledger` counts bytes by tier."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DRIVER_LANE = "compute"
 """The lane of the thread that runs the step."""
 
 SAVE_LANE = "save"
-"""The lane of calls that save or load a checkpoint on the thread that runs the step. They are not compute."""
+"""The lane of saves and loads of checkpoints on the thread that runs the step: they do not count as compute."""
 
 _DRIVER_LANES = (DRIVER_LANE, SAVE_LANE)
 
@@ -40,8 +40,8 @@ def is_wait(kind: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A span of time on a lane. `start_s`, `end_s`: time.perf_counter() seconds. `lane`: compute, fetch, reduce,
-    update, ..."""
+    """A span of time on a lane. See [Note: Lanes and kinds]. `lane`: one of LANES. `start_s`, `end_s`: seconds of
+    time.perf_counter()."""
 
     lane: str
     name: str
@@ -55,8 +55,8 @@ class Span:
 class Totals:
     """Sums over an interval, usually one step. See [Note: Lanes and kinds].
 
-    `causes`: kind -> the driver's seconds in spans of the kind, less those of spans nested in them. `nbytes`: lane ->
-    bytes that its spans moved, less those of spans that wait. `busy_s`: lane -> seconds in which the lane worked.
+    `causes`: kind -> the driver's seconds in spans of that kind, without the seconds of spans inside them. `nbytes`:
+    lane -> bytes that its spans moved; waits are not counted. `busy_s`: lane -> seconds in which the lane worked.
     """
 
     causes: dict[str, float] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Totals:
 
 
 class Recorder:
-    """Sums spans, and keeps them whole while `keep_spans` is set. Any thread."""
+    """Sums spans by lane and kind; while `keep_spans` is true, also keeps each span. Any thread."""
 
     def __init__(self, keep_spans: bool = False) -> None:
         self.keep_spans = keep_spans
@@ -78,17 +78,19 @@ class Recorder:
         self._causes: defaultdict[str, float] = defaultdict(float)
         self._nbytes: defaultdict[str, int] = defaultdict(int)
         self._worked: defaultdict[str, list[float]] = defaultdict(list)
-        """Lane -> the intervals in which it worked, joined if they touch: start, end, start, end, ..., in order."""
+        """Lane -> its working intervals as [start, end, start, end, ...] in rising order; intervals that touch are
+        joined."""
         self._idle_s: defaultdict[str, float] = defaultdict(float)
 
     def span(self, lane: str, kind: str, name: str = "", nbytes: int = 0) -> _OpenSpan:
-        """Time a `with` block as a span of `lane`. A block that raises counts its time but no bytes. `kind`: the key in
-        totals ("forward", "wait_param", ...). Spans of a lane nest: only one thread is inside them at any moment
-        (autograd's thread while the main thread waits in backward)."""
+        """Time a `with` block as a span of `lane`. If the block raises, its time counts but its bytes do not.
+
+        `kind`: the key in totals ("forward", "wait_param", ...). Only one thread at a time may be inside spans of one
+        lane. Backward keeps to this: while autograd's thread works, the main thread waits."""
         return _OpenSpan(recorder=self, lane=lane, kind=kind, name=name, nbytes=nbytes)
 
     def add(self, lane: str, kind: str, name: str, start_s: float, end_s: float, nbytes: int = 0) -> None:
-        """Record a span that has ended, on whichever thread. `nbytes`: bytes that arrived in the span."""
+        """Record a span that has ended already. Any thread. `nbytes`: bytes that arrived in the span."""
         with self._lock:
             outer = next((span for span in reversed(self._open) if span.lane == lane), None)
             span = _OpenSpan(recorder=self, lane=lane, kind=kind, name=name, start_s=start_s, outer=outer)
@@ -125,7 +127,7 @@ class Recorder:
         if not is_covered:  # a span may be added late, anywhere in the order
             bounds = self._worked[lane]
             first, last = bisect_left(bounds, start_s), bisect_right(bounds, end_s)
-            # a bound at an odd place lies inside an interval, or at its end
+            # an odd index lies inside an interval, or at its end
             bounds[first:last] = [start_s] * (first % 2 == 0) + [end_s] * (last % 2 == 0)
         if kind.startswith(_WAIT):
             self._idle_s[lane] += own_s
@@ -138,8 +140,9 @@ class Recorder:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class _OpenSpan:
-    """A span whose block is running. `outer`: the span around it. `inner_s`: seconds of the spans inside it.
-    `on_driver`: whether it, or its outermost span, is on a lane of the driver."""
+    """A span whose `with` block is running. `outer`: the span around it. `inner_s`: seconds of the spans inside it.
+    `on_driver`: whether the outermost span around it (or the span itself, if it is the outermost) is on a lane of the
+    driver."""
 
     recorder: Recorder
     lane: str
@@ -174,8 +177,8 @@ class _OpenSpan:
 
 
 class Ledger:
-    """Counts the bytes of a run: each allocation is charged before it is made, and discharged when it is freed. Any
-    thread. `limits`: tier -> the most bytes; a tier that is not named has no limit."""
+    """Counts the bytes that a run has allocated, by tier and kind. Callers charge an allocation before they make it,
+    and discharge it when they free it. Any thread. `limits`: tier -> the most bytes; other tiers have no limit."""
 
     def __init__(self, limits: Mapping[str, int] | None = None) -> None:
         self._limits = dict(limits or {})
@@ -187,8 +190,8 @@ class Ledger:
         self._recent_peak: defaultdict[str, int] = defaultdict(int)
 
     def charge(self, tier: str, kind: str, nbytes: int) -> None:
-        """Count `nbytes` more of `kind` on `tier`. Raises BudgetError, with nothing charged, if the tier's limit would
-        be exceeded."""
+        """Count `nbytes` more of `kind` on `tier`. Raises BudgetError, and counts nothing, if this would exceed the
+        tier's limit."""
         with self._lock:
             total = self._tier_now[tier] + nbytes
             limit = self._limits.get(tier)
@@ -210,7 +213,8 @@ class Ledger:
             self._tier_now[tier] -= nbytes
 
     def correct(self, tier: str, kind: str, nbytes: int) -> None:
-        """Set the bytes of a kind, after a call failed between an allocation and its charge."""
+        """Set the bytes of `kind` on `tier` to `nbytes`. Called after a failed call, whose charges may be missing or
+        left over."""
         with self._lock:
             self._tier_now[tier] += nbytes - self._now[tier, kind]
             self._now[tier, kind] = nbytes
@@ -222,18 +226,18 @@ class Ledger:
         return self._tier_peak.get(tier, 0)
 
     def peaks(self) -> dict[str, int]:
-        """Return tier -> the most bytes on it so far."""
+        """Return tier -> its most bytes since the run began."""
         with self._lock:
             return dict(sorted(self._tier_peak.items()))
 
     def take_recent_peaks(self) -> dict[str, int]:
-        """Return tier -> the most bytes on it since the last call."""
+        """Return tier -> its most bytes since the last call of this method."""
         with self._lock:
             peaks, self._recent_peak = dict(self._recent_peak), defaultdict(int, self._tier_now)
             return peaks
 
     def by_kind(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """Return tier -> kind -> (bytes now, bytes at the kind's own peak)."""
+        """Return tier -> kind -> (its bytes now, its most bytes so far)."""
         with self._lock:
             table: dict[str, dict[str, tuple[int, int]]] = {}
             for (tier, kind), nbytes in sorted(self._now.items()):
