@@ -1,16 +1,15 @@
-"""Save and load one run, as the engine's `save_checkpoint` and `load_checkpoint` ask, without DeepSpeed's terms.
+"""Save and load one run: the steps behind the engine's `save_checkpoint` and `load_checkpoint`.
 
 A save runs on the driver thread (the one that calls the engine), between two updates. It is durable when its call
 returns:
 
-    agree_on_save     all ranks want the same tag of the same step, and have captured what a script may change
-    begin_tag         rank 0 begins the tag, the others join it
+    _agree_on_save    every rank captures what a script may change; all ranks must want the same tag of the same step
+    _begin_tag        rank 0 begins the tag, the others join it
     write, publish    every rank writes its share, and rank 0 publishes all shares as one tag; a save in place commits
                       the swap files instead (`Commits.save`)
 
 With checkpoint.async, write and publish go on during training (`AsyncSave`). Such a save is durable once a later save,
-load, flush or close has returned; the first of these raises its error. Training goes on after a failed save.
-"""
+load, flush or close has returned; the first of these raises its error. Training goes on after a failed save."""
 
 from __future__ import annotations
 
@@ -48,8 +47,8 @@ _LOAD: Final = "load_checkpoint"
 
 @final
 class Checkpoints:
-    """Saves and loads one run. Called on the driver thread (the one that calls the engine); an asynchronous save is
-    written by a thread of its own, the lane `save`."""
+    """Saves and loads one run. Called on the driver thread (the one that calls the engine). An asynchronous save is
+    written on a thread of its own, the lane `save`."""
 
     def __init__(
         self,
@@ -62,10 +61,10 @@ class Checkpoints:
         config: Config,
         commits: Commits | None = None,
     ) -> None:
-        """`policy`: the update policy, whose updates end before a save or load. `weights`: drops stale weights from the
-        device. `driver`: the objects whose state is saved in addition to arrays. `written_by`: the fields of
-        `WrittenBy` except the time. `commits`: saves in place, by committing the swap files; None: a save writes files
-        of its own."""
+        """`policy`: the update policy; a save or load first waits for its updates. `weights`: drops stale weights from
+        the device. `driver`: the objects whose state is saved besides weights and optimizer state. `written_by`: the
+        fields of `WrittenBy` except the time. `commits`: makes each save a commit of the swap files; None: a save
+        writes files of its own."""
         settings = config.tiered_zero.checkpoint
         self._state = state
         self._policy = policy
@@ -93,10 +92,11 @@ class Checkpoints:
         exclude_frozen: bool = False,
     ) -> None:
         """Save the state after the last step. Return when the tag is durable or, with checkpoint.async, when everything
-        that a script may change has been copied. `begin`: a function that checks that the call is allowed now, and
-        returns the step and the tag's name. `client_state`: the user's own values. `save_latest`: write the tag's name
-        to the file `latest`. Raises the errors of this save, and of the asynchronous save before it. With many ranks,
-        every rank calls this, and it returns, or raises, on all."""
+        that a script may change has been copied. Every rank calls this; it returns on all ranks, or raises on all.
+
+        `begin`: a function that checks that the call is allowed now, and returns the step and the tag's name.
+        `client_state`: the user's own values. `save_latest`: write the tag's name to the file `latest`. Raises the
+        errors of this save, and of the asynchronous save before it."""
         captured: list[Capture] = []
         arguments = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen}
 
@@ -135,7 +135,7 @@ class Checkpoints:
             tag.discard()  # does nothing if it was published
 
     def _write(self, tag: TagWriter, capture: Capture, ready: Transfer) -> None:
-        """Write this rank's share; on rank 0 publish the shares of all ranks."""
+        """Write this rank's share of the tag; then, on rank 0, publish the shares of all ranks."""
         is_first = self._ranks.rank == 0
 
         def write() -> Share:
@@ -158,7 +158,7 @@ class Checkpoints:
         self._driver = replace(self._driver, lr_scheduler=scheduler)
 
     def wait(self) -> None:
-        """Wait for the asynchronous save under way, if there is one. Raises the error of the last such save, once."""
+        """Wait for the asynchronous save under way, if there is one. If it failed, raise its error, once."""
         if self.async_save.tag is not None:
             self.async_save.wait()
 
@@ -167,9 +167,12 @@ class Checkpoints:
     def find(
         self, load_dir: str | os.PathLike[str], tag: str | None, begin: Callable[[], None]
     ) -> FoundCheckpoint | None:
-        """End the update and the save under way, drop the units on the device, and find the checkpoint to load. `tag`:
-        None: the one that `latest` names, or the newest; if there is nothing to load then, return None and log a
-        warning. `begin`: a function that checks that the call is allowed now. Raises StoreError."""
+        """Find the checkpoint to load. First wait for the update and the save under way, and drop the units on the
+        device.
+
+        `tag`: the tag to load; None: the one that the file `latest` names, or the newest. With None, a directory
+        without a saved checkpoint gives a warning and the result None. `begin`: a function that checks that the call is
+        allowed now. Raises StoreError."""
 
         def look() -> FoundCheckpoint | None:
             if tag is None and (why := nothing_to_load(load_dir)):
@@ -185,7 +188,7 @@ class Checkpoints:
             self.wait()
             with self._policy.failures.surfacing():
                 self._policy.finish(before_write=True)
-                self._weights.invalidate_all()  # raises while they are in use
+                self._weights.invalidate_all()  # raises while units are in use
 
         return find_together(self._ranks, load_dir, look, prepare)
 
@@ -193,10 +196,11 @@ class Checkpoints:
         self, found: FoundCheckpoint, parts: LoadParts, *, strict: bool = True, place: Callable[[], None] | None = None
     ) -> dict[str, Any]:
         """Load a checkpoint into the run and return its client_state. Everything is checked, on every rank, before the
-        first weight changes. An error after the checks makes the engine unusable; an interrupt (Ctrl-C) is held back
-        until the values are loaded. `parts`: what to load. `strict`: see `match`. `place`: a function that places the
-        model, called after the checks. Raises ModelError, ConfigError, StoreError, CorruptionError and
-        TransferError."""
+        first weight changes. An error after the checks makes the engine unusable; an interrupt (Ctrl-C) waits until the
+        values are loaded.
+
+        `parts`: what to load. `strict`: see `match`. `place`: a function that puts the model on its tiers; called after
+        the checks. Raises ModelError, ConfigError, StoreError, CorruptionError and TransferError."""
         with ExitStack() as opened:
             checked: list[tuple[TensorReader, Matched, dict[str, Any]]] = []
 
@@ -216,7 +220,8 @@ class Checkpoints:
 
     @hold_interrupts()
     def _overwrite(self, path: Path, read: Callable[[], None]) -> None:
-        """Replace the run's state by the checked values. If this raises, some values are new and some old."""
+        """Call `read`, which replaces the run's state by the checked values. If it raises, some values are new and some
+        old: latch the engine."""
         try:
             agree(self._ranks, f"{_LOAD}: its values", read)
             self._weights.end_update()
@@ -241,7 +246,7 @@ class Checkpoints:
         return matched, driver
 
     def adopt(self, adoption: Adoption, values: AdoptedValues, place: Callable[[], None]) -> None:
-        """Resume from the in-place commit at which this run's swap files were opened: masters and state stay where they
+        """Resume from an in-place commit whose swap files this run has taken over: masters and state stay where they
         lie. `values`: reads the buffers' values from the commit. `place`: see `load`. Raises ModelError and StoreError
         on every rank."""
         checked: list[tuple[Matched, dict[str, Any]]] = []
@@ -271,8 +276,9 @@ class Checkpoints:
 
 
 def check_async(config: Config, plan: Plan) -> None:
-    """Raise ConfigError if the config asks for saves during training, and an update could overwrite on nvme what a save
-    has yet to read."""
+    """Check that saves during training (checkpoint.async) are safe with this placement. Raises ConfigError if optimizer
+    state, or parameters that are half of their masters, are on nvme: the next update would overwrite bytes that the
+    save has not read yet."""
     settings = config.tiered_zero
     if not settings.checkpoint.async_save or settings.checkpoint.in_place:
         return
@@ -292,7 +298,7 @@ def check_async(config: Config, plan: Plan) -> None:
 @final
 @dataclass(frozen=True, kw_only=True)
 class _Wanted:
-    """One rank's request to save. `arguments`: the call's arguments that must be equal on all ranks. `nbytes`: the
+    """One rank's request to save. `arguments`: arguments of the call that must be equal on all ranks. `nbytes`: the
     bytes of data that this rank will write."""
 
     tag: str
@@ -302,9 +308,10 @@ class _Wanted:
 
 
 def _agree_on_save(ranks: Collectives, ask: Callable[[], _Wanted], tag_validation: str) -> list[_Wanted]:
-    """Return the requests of all ranks, each with rank 0's tag. `ask`: returns this rank's request. `tag_validation`:
-    DeepSpeed's setting, Warn, Fail or Ignore, for tags that differ. Raises what `ask` raises, and ModelError if the
-    steps or arguments of ranks differ, or, with Fail, their tags."""
+    """Exchange the requests to save, check that they agree, and return those of all ranks, each with rank 0's tag.
+    `ask`: returns this rank's request. `tag_validation`: what to do if tags differ: Warn, Fail or Ignore (DeepSpeed's
+    setting). Raises what `ask` raises, and ModelError if ranks differ in step or arguments or, with Fail, in the
+    tag."""
     wanted = agree(ranks, SAVE, ask, encode=vars, decode=lambda value: _Wanted(**value))
     first = wanted[0]
     for rank, own in enumerate(wanted):
@@ -325,8 +332,8 @@ def _agree_on_save(ranks: Collectives, ask: Callable[[], _Wanted], tag_validatio
 
 
 def _begin_tag(ranks: Collectives, save_dir: str | os.PathLike[str], wanted: Sequence[_Wanted]) -> TagWriter:
-    """Begin the tag on rank 0, which checks that the disk has space for all ranks, and join the tag on the others.
-    `wanted`: the requests of all ranks."""
+    """Begin the tag on rank 0, and join it on the other ranks. Return this rank's writer. Rank 0 checks that the disk
+    has space for all ranks. `wanted`: the requests of all ranks."""
     tag, rank = wanted[0].tag, ranks.rank
     sizes = [own.nbytes for own in wanted]
     begun: list[TagWriter] = []
@@ -357,9 +364,9 @@ def find_together(
     find: Callable[[], FoundCheckpoint | None],
     prepare: Callable[[], None] = lambda: None,
 ) -> FoundCheckpoint | None:
-    """Find a checkpoint on rank 0, and return it on every rank. A checkpoint below `directory` is taken by its path
-    relative to that directory, of which each rank may have its own. Return None if there is none. `find`: called on
-    rank 0 alone. `prepare`: called on every rank before that."""
+    """Call `prepare` on every rank, then `find` on rank 0, and return the checkpoint that `find` returns on every rank;
+    None if it returns None. A path below rank 0's `directory` becomes the same path below each rank's own
+    `directory`."""
 
     def act() -> FoundCheckpoint | None:
         prepare()
@@ -387,8 +394,8 @@ def _below(path: Path, base: Path) -> str:
 
 
 def _check_together(ranks: Collectives, check: Callable[[], TagManifest]) -> None:
-    """Call `check` on every rank, and compare the tag, step and time of the manifests that it returns. Raises
-    StoreError if these differ, and what `check` raises."""
+    """Call `check` on every rank, and compare the manifests that it returns. Raises what `check` raises, and StoreError
+    if ranks differ in tag, step or time."""
 
     def facts(manifest: TagManifest) -> Any:
         return [manifest.tag, manifest.step, manifest.written_by.created_s]

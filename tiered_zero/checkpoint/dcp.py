@@ -29,11 +29,12 @@ from tiered_zero.errors import StoreError
 
 @final
 class DcpReader(StorageReader):
-    """Reads a tag, or a run's newest commit, by the keys of [Note: Portable form]. One thread uses it; the end of a
-    `with` block closes it."""
+    """Reads a tag, or a run's newest in-place commit. Its keys are those of index.py ([Note: Portable form]). One
+    thread uses it; the end of a `with` block closes it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """`path`: a directory, as in the config's `tiered_zero.checkpoint.resume`. Raises StoreError."""
+        """`path`: a tag, a directory of tags, or a run's swap directory, as for `tiered_zero.checkpoint.resume` in the
+        config. Raises StoreError."""
         self.reader: TensorReader = open_reader(find_checkpoint(path))
 
     def __enter__(self) -> DcpReader:
@@ -52,7 +53,7 @@ class DcpReader(StorageReader):
         """Do nothing: a reader belongs to one checkpoint."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the tensors of the checkpoint, each as one chunk."""
+        """Return a description of all tensors of the checkpoint, each as one chunk."""
         found: dict[str, Any] = {}
         for key, entry in self.reader.manifest.tensors.items():
             size = torch.Size(entry.shape)
@@ -71,11 +72,11 @@ class DcpReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the items of a plan in order. Raises CorruptionError, TransferError and StoreError."""
+        """Read the items of `plan` into the planner's tensors. Raises CorruptionError, TransferError and StoreError."""
         for item in plan.items:
             target = planner.resolve_tensor(item).detach()
             found = self._read(item)
-            if target.is_floating_point() and not found.is_floating_point():  # codes have scales, under another key
+            if target.is_floating_point() and not found.is_floating_point():  # codes: another key has their scales
                 raise StoreError(
                     f"{item.storage_index.fqn} was expected to hold floats; it is {found.dtype}. Load the checkpoint "
                     "into a run with tiered_zero.state_format fp32, and save there."

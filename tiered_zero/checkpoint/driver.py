@@ -1,7 +1,7 @@
-"""Save and restore the state of a run's driver thread: everything but weights and optimizer state.
+"""Save and restore a run's driver state: everything but weights and optimizer state.
 
-This is counts, loss scale, learning rate schedule, values of the param groups, random states, the position in the
-training data, and the user's client_state. A run that restores them continues bit for bit."""
+It consists of counts, loss scale, learning rate schedule, values of the param groups, random states, the position in
+the training data, and the user's client_state. A run that restores it continues bit for bit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ logger = logging.getLogger("tiered_zero")
 State = dict[str, Any]
 
 OWN_PARTS: Final = ("random_states", "loader")
-"""The parts of the state that differ between ranks."""
+"""The parts of the driver state that differ between ranks."""
 
 _SCHEDULED = ("params", "lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 """The values of a param group from which torch's schedulers compute the next learning rate."""
@@ -87,7 +87,8 @@ class _SavedRank(StrictModel):
 
 
 class _SavedState(_SavedRank):
-    """The state that `DriverState.capture` returns, and each rank's `own_state` if there was more than one rank."""
+    """The fields of a saved driver state, which `DriverState.capture` returns. `ranks`: the `own_state` of each rank,
+    if there were several."""
 
     counts: _SavedCounts
     overflow: _SavedOverflow
@@ -102,7 +103,7 @@ class _SavedState(_SavedRank):
 
 
 def _decode_state(saved: Any) -> State:
-    """Decode and check a state that `DriverState.capture` had returned, read from a file. Raises StoreError."""
+    """Decode a driver state that was read from a file, and check its fields. Raises StoreError."""
     try:
         if type(saved) is not dict:
             raise ValueError(f"expected an object; found {type(saved).__name__}")
@@ -116,8 +117,7 @@ def _decode_state(saved: Any) -> State:
 
 
 def read_client_state(saved: Any) -> dict[str, Any]:
-    """Decode the client_state from a state that `DriverState.capture` had returned, read from a file. Raises
-    StoreError."""
+    """Return the client_state from a driver state that was read from a file. Raises StoreError."""
     return dict(_decode_state(saved)["client_state"])
 
 
@@ -128,9 +128,9 @@ def read_client_state(saved: Any) -> dict[str, Any]:
 class LoadParts:
     """The parts that a load restores: the arguments of DeepSpeed's `load_checkpoint`, with its defaults.
 
-    `module_only`: load weights alone. `optimizer_states`: if False, this run keeps its optimizer state, learning rates
-    and loss scale. `lr_scheduler_states`: if False, it keeps its schedule. Counts, random states and the position in
-    the training data are restored unless `module_only`. Source: DeepSpeed 0.19.8, runtime/engine.py,
+    `module_only`: load weights alone. `optimizer_states`: False keeps this run's optimizer state, learning rates and
+    loss scale. `lr_scheduler_states`: False keeps this run's schedule. Counts, random states and the position in the
+    training data are restored except with `module_only`. Source: DeepSpeed 0.19.8, runtime/engine.py,
     _load_checkpoint."""
 
     optimizer_states: bool = True
@@ -144,9 +144,9 @@ EVERYTHING: Final = LoadParts()
 @final
 @dataclass(frozen=True, kw_only=True)
 class DriverState:
-    """The objects of one run whose state a checkpoint holds in addition to arrays. Called on the driver thread, between
-    two steps. `counts`: the engine's counts of steps. `optimizer`: None if the run evaluates. `loader`: the loader of
-    `training_data`, or None."""
+    """Saves and restores a run's driver state, which the objects in these fields hold. Called on the driver thread,
+    between two steps. `counts`: the engine's counts of steps. `optimizer`: None if the run evaluates. `loader`: the
+    loader of `training_data`, or None."""
 
     counts: Any
     overflow: OverflowGuard
@@ -157,8 +157,8 @@ class DriverState:
     module: nn.Module | None = None
 
     def capture(self, client_state: Mapping[str, Any] | None) -> State:
-        """Return a copy of the present state, encoded by `to_json`. `client_state`: the user's values. Raises
-        ModelError, naming the path, for a value that cannot be saved, or a scheduler without state_dict()."""
+        """Return a copy of the driver state as it is now, encoded by `to_json`. `client_state`: the user's values.
+        Raises ModelError for a value that cannot be saved, with its path, and for a scheduler without state_dict()."""
         if client_state is not None and not isinstance(client_state, Mapping):
             raise ModelError(f"client_state was expected as a dict; found {type(client_state).__name__}.")
         overflow_counts, scaler = self.overflow.state()
@@ -178,9 +178,9 @@ class DriverState:
         return {name: to_json(value, name) for name, value in state.items()}
 
     def check(self, saved: Any, parts: LoadParts = EVERYTHING, ranks: Collectives | None = None) -> State:
-        """Decode and check a saved state, which comes from a file and may be hostile. Return what `restore` takes, with
-        this rank's own parts. Raises StoreError for what `capture` never returns, and ModelError for a state that does
-        not fit this run. Changes nothing."""
+        """Decode and check a saved driver state, and return the state that `restore` takes, with this rank's own parts.
+        Changes nothing. `saved`: comes from a file and may be hostile. Raises StoreError for what `capture` never
+        returns, and ModelError for a state that does not fit this run."""
         state = _decode_state(saved)
         num_ranks = _select_rank(state, ranks or SingleRank())
         if parts.module_only:
@@ -198,8 +198,8 @@ class DriverState:
         return state
 
     def restore_optimizer(self, state: State, parts: LoadParts = EVERYTHING) -> None:
-        """Restore the values of the param groups and the schedule from the result of `check`. Call it before any array
-        is loaded: state that is initialized uses these values."""
+        """Restore the values of the param groups and the learning rate schedule. `state`: the result of `check`. Call
+        it before weights and optimizer state are loaded, because newly initialized state uses these values."""
         optimizer = self.optimizer
         if optimizer is None or parts.module_only:
             return
@@ -217,8 +217,8 @@ class DriverState:
             optimizer.load_group_options(state["options"])
 
     def restore(self, state: State, parts: LoadParts = EVERYTHING) -> dict[str, Any]:
-        """Restore the rest of the result of `check`, and return the client_state. The caller has finished all updates
-        before."""
+        """Restore counts, loss scale, random states, the modules' extra state and the position in the training data.
+        Return the client_state. `state`: the result of `check`. The caller has finished all updates before."""
         if self.module is not None:
             _restore_extra_states(self.module, state["modules"])
         if parts.module_only:
@@ -265,8 +265,8 @@ def _extra_states(model: nn.Module) -> dict[str, Any]:
 
 
 def _restore_extra_states(model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Set the saved extra state of each module, and warn about a state or a module without its counterpart. Raises
-    ModelError."""
+    """Pass the saved extra states to their modules. Warn about a state without a module, and a module without a state.
+    Raises ModelError."""
     own = {
         path: module
         for path, module in model.named_modules()
@@ -290,19 +290,20 @@ def _restore_extra_states(model: nn.Module, saved: Mapping[str, Any]) -> None:
 
 
 def own_state(captured: State) -> State:
-    """Return the parts of a captured state that differ between ranks."""
+    """Return the parts of a driver state that differ between ranks (`OWN_PARTS`)."""
     return {name: captured[name] for name in OWN_PARTS}
 
 
 def join_states(first: State, own: Sequence[Mapping[str, Any]]) -> State:
-    """Join the states of all ranks for the manifest: rank 0's, and each rank's `own_state` if there are several."""
+    """Return the driver state for the manifest. `first`: rank 0's state. `own`: the `own_state` of each rank, which is
+    added if there are several."""
     return {**first, "ranks": list(own)} if len(own) > 1 else first
 
 
 def _select_rank(state: State, ranks: Collectives) -> int:
-    """Put this rank's own parts into `state`, and return how many ranks saved theirs. A rank that did not exist at the
-    save keeps its present random states, because with rank 0's it would draw the same numbers as rank 0; it takes rank
-    0's position in the data."""
+    """Replace the parts of `state` that differ between ranks by those that this rank has saved, and return how many
+    ranks have saved. A rank that did not exist at the save keeps its present random states, because with rank 0's it
+    would draw the same numbers as rank 0. It takes rank 0's position in the training data."""
     of_ranks = state.pop("ranks", None) or [own_state(state)]
     if ranks.rank < len(of_ranks):
         state.update(of_ranks[ranks.rank])
@@ -319,7 +320,8 @@ def _select_rank(state: State, ranks: Collectives) -> int:
 
 
 def _scheduled_options(optimizer: TieredOptimizer, groups: Any) -> Any:
-    """Return this run's param group values; those from which a schedule computes are the checkpoint's."""
+    """Return this run's param groups with the values in `_SCHEDULED` from the checkpoint. `groups`: the checkpoint's
+    param groups."""
     own = optimizer.group_options()
     if type(groups) is not list or {*map(type, groups)} != {dict} or len(groups) != len(own):
         return groups  # the caller refuses them
@@ -344,8 +346,8 @@ def _scheduler_state(scheduler: Any) -> State | None:
 
 
 def _without_code(state: Any) -> Any:
-    """Leave functions out of a torch scheduler's state, because the scheduler that loads it has its own; turn a Counter
-    (MultiStepLR) into a dict."""
+    """Return a torch scheduler's state without functions, which the loading scheduler has itself, and with a dict for
+    each Counter (MultiStepLR)."""
     if type(state) in (dict, Counter):
         return {name: _without_code(value) for name, value in state.items() if not isinstance(value, _CODE)}
     if type(state) is list:
@@ -354,7 +356,7 @@ def _without_code(state: Any) -> Any:
 
 
 def _loadable(scheduler: Any, state: Any) -> Any:
-    """Copy a scheduler's saved state, with a Counter wherever the scheduler has one."""
+    """Copy a scheduler's saved state, and turn a dict into a Counter where the scheduler has a Counter."""
     found = deepcopy(state)
     for one, own in _with_inner(scheduler, found):
         if isinstance(one, LRScheduler) and type(own) is dict:
@@ -363,8 +365,8 @@ def _loadable(scheduler: Any, state: Any) -> Any:
 
 
 def _with_inner(scheduler: Any, state: Any = None) -> list[tuple[Any, Any]]:
-    """Return a scheduler and those inside its sequence or chain, each with its part of `state`. Raises ValueError if
-    `state` has more or fewer parts: torch would leave some as they are."""
+    """Return a scheduler and the schedulers in its sequence or chain, each with its part of `state`. Raises ValueError
+    if `state` has more or fewer parts than there are schedulers, because torch would leave some as they are."""
     inner = getattr(scheduler, "_schedulers", ())
     states = state.get("_schedulers") if isinstance(state, dict) and inner else None
     if isinstance(states, list) and len(states) != len(inner):
@@ -374,8 +376,8 @@ def _with_inner(scheduler: Any, state: Any = None) -> list[tuple[Any, Any]]:
 
 
 def _check_scheduler(scheduler: Any, saved: Any, optimizer: TieredOptimizer) -> None:
-    """Try to load `saved` into the scheduler, then restore the scheduler and the param groups. Raises ModelError if
-    `saved` does not fit."""
+    """Check that `saved` fits the scheduler: load it, then restore the scheduler and the param groups as they were.
+    Raises ModelError if it does not fit."""
     kind = type(scheduler).__name__
     otherwise = "Build the scheduler of the saved run, or load with load_lr_scheduler_states=False to begin a new one."
     if saved is None:
@@ -404,8 +406,8 @@ def _check_scheduler(scheduler: Any, saved: Any, optimizer: TieredOptimizer) -> 
 
 
 MAX_DEPTH: Final = 50
-"""The deepest nesting of containers. JSON nests up to three times as deep, and its parser refuses more than 200
-levels."""
+"""The deepest nesting of containers that is saved. Its JSON nests up to three times as deep, and the JSON parser
+refuses more than 200 levels."""
 
 SAVED_TYPES: Final = (
     "exactly None, bool, int, float, str, bytes, list, tuple, dict, tensors, and numpy's arrays and scalars of numbers"
@@ -413,15 +415,15 @@ SAVED_TYPES: Final = (
 
 _AS_THEY_ARE = frozenset({type(None), bool, int, float})
 _ARRAY_DTYPE = re.compile(r"[<>|][biufc]\d{1,2}")
-"""The dtypes of numpy's arrays that are saved: numbers."""
+"""Matches the dtypes of numpy arrays that can be saved: numbers."""
 
 _KEYS = (type(None), bool, int, float, str, bytes, tuple)
 
 
 def to_json(value: Any, where: str, depth: int = 0) -> Any:
-    """Return `value` in a JSON form, with copies of all data. `where`: names the value in messages. Raises ModelError,
-    with the path, for types other than `SAVED_TYPES` (subclasses are other types), for text that is not Unicode, and
-    for nesting deeper than `MAX_DEPTH`."""
+    """Encode `value` as JSON values, with copies of all data. `where`: names the value in messages. Raises ModelError,
+    with the path, for types other than `SAVED_TYPES` (subclasses are other types), text that is not Unicode, and
+    nesting deeper than `MAX_DEPTH`."""
     kind = type(value)
     if kind in _AS_THEY_ARE:
         return value
@@ -458,8 +460,8 @@ def to_json(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def from_json(values: Any) -> Any:
-    """Invert `to_json` for untrusted JSON. Tensors are on the CPU. Raises ValueError for anything that `to_json` does
-    not return. Allocates no more memory than the text takes."""
+    """Decode what `to_json` has returned, from untrusted JSON. Tensors are on the CPU. Raises ValueError for anything
+    that `to_json` does not return. Allocates no more memory than the text takes."""
     if type(values) is list:
         return _items(values)
     if type(values) is not dict:
@@ -517,7 +519,7 @@ def _array(array: numpy.ndarray[Any, Any], where: str) -> list[Any]:
 
 
 def _is_key(key: Any) -> bool:
-    """Return whether a dict finds this key again by its value."""
+    """Return whether `key` can be saved as a dict's key: a number, text or bytes, or a tuple of these."""
     return type(key) in _KEYS and (type(key) is not tuple or all(map(_is_key, key)))
 
 

@@ -1,9 +1,10 @@
-"""Commit state on NVMe where it lies, without a copy; later steps write to other extents (ranges of the swap files).
+"""Commit a run's state in the swap files where it lies, without a copy; adopt such a commit in the next run.
 
-[Note: In-place commits] A store is a set of swap files with a manifest (record/__init__.py). A commit is such a
-manifest, whose metadata is a checkpoint's manifest with the records of the run's stores. The newest manifest of the
-state's store is the one that counts; a tag in a save directory only points to that store, and is written later. A
-commit of step N, after one of an earlier step M:
+[Note: In-place commits] A store is a set of swap files with a manifest, the durable table of its records
+(record/__init__.py). A commit writes a new manifest, whose metadata holds the checkpoint's manifest (`TagManifest`).
+The newest manifest of the store with the optimizer state counts. A tag in a save directory only points to that store,
+and is written later. Steps after a commit write to other extents (ranges of the swap files). A commit of step N, after
+one of an earlier step M:
 
     1  updates have written only slots that manifest M does not name; now they may not write
     2  sync the data files, write and sync `manifest.next`; meanwhile write and sync the tag under a temporary name
@@ -13,23 +14,23 @@ commit of step N, after one of an earlier step M:
 
 A crash may leave any part of the unsynced data on the disk, with its pages in any order:
 
-    in 1, 2     `manifest` is M's, and nothing that it names was written: M is loaded. The next run drops a
-                `manifest.next`, whole or torn, and the next save drops temporary names
-    in 3        `manifest` is M's, as above; or N's, whose bytes and data were synced before the rename: N is loaded. A
-                tag of M is superseded, even if its step is the same: it has the run's id, which leads to N
-    in 4, 5     manifest N is durable, and nothing that it names is written. Tag or `latest` may be lost: `latest` names
-                M's tag, which leads to N; or N's missing tag, and the newest pointer leads to N
+    in 1, 2     `manifest` is M's, and nothing that it names was overwritten: M is loaded. The next run removes
+                `manifest.next`, whole or torn, and the next save removes temporary names
+    in 3        `manifest` is M's: as above. Or it is N's, whose bytes and data were synced before the rename: N is
+                loaded. A tag of M is then superseded, even if its step is the same: the run's id in it leads to N
+    in 4, 5     manifest N is durable, and nothing that it names was overwritten: N is loaded. If the new tag or the new
+                `latest` is lost, the old one leads to N: a tag of M by the run's id, a `latest` without its tag by the
+                newest pointer
     the first   there is no M: nothing can be loaded until 3, N afterwards; the save directory leads to it from 5 on
 
-A commit may span several stores, if there are many ranks, or if parameters that are half of their masters have their
-own store. Then 2 ends with all manifests durable (`prepare`), and 3 is done first for the store of rank 0's state,
-which decides, then for the others. A load takes from the others the manifest with the decided commit's id, whether it
-is `manifest` or `manifest.next`: two commits may have the same step. Rank 0's metadata has what all ranks have
-committed; the metadata of the others says which store decides.
+A commit has several stores if there are many ranks, or if parameters that are half of their masters have their own
+store. In 2, all manifests become durable (`prepare`). In 3, the store with rank 0's state is renamed first, which
+decides the commit, then the others. A load takes from the others the manifest with the decided commit's id, in
+`manifest` or `manifest.next` (the step is not enough: two commits may have the same). Rank 0's metadata lists what all
+ranks have committed; the metadata of the others names the store that decides.
 
-A run that adopts a commit takes over the last run's swap directory and copies nothing. If its layout differs, the
-commit is loaded into the new run's homes, as by `load_checkpoint`, and the old files stay as they are.
-"""
+A run that adopts a commit takes over the last run's swap directory and copies nothing. If its layout differs, it loads
+the commit into its own homes, as `load_checkpoint` does, and the old files stay as they are."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ from tiered_zero.tiers.tier import BufferView, Home, as_bytes, read_slot
 logger = logging.getLogger("tiered_zero")
 
 SAVE: Final = "save_checkpoint"
-"""The name of the call in messages that other ranks read."""
+"""The name of this call in the messages that other ranks read."""
 
 _CHUNK_NBYTES = MIB
 """Bytes of a copy that are compared and written at once: one checksum chunk of the store."""
@@ -91,8 +92,8 @@ _CHUNK_NBYTES = MIB
 @final
 class Commits:
     """Commits this rank's state in place. Called on the driver thread. `tiers`: the nvme tier of the state, then that
-    of the parameters if they take part and have swap files of their own. `copies`: writes what those tiers do not hold.
-    `layout`: the result of `run_fingerprint`."""
+    of the parameters if they are committed too and have swap files of their own. `copies`: writes what these tiers do
+    not hold. `layout`: the result of `run_fingerprint`."""
 
     def __init__(self, state: RunState, tiers: Sequence[NvmeTier], copies: DurableCopies, layout: str) -> None:
         self._state = state
@@ -112,12 +113,12 @@ class Commits:
         """The ids of all ranks' stores (sets of swap files)."""
 
     def revert(self) -> None:
-        """Return to the last commit and drop later writes. The caller reads and writes nothing until this returns."""
+        """Drop all writes since the last commit. The caller reads and writes nothing until this returns."""
         for store in self._stores:
             store.revert()
 
     def save(self, tag: TagWriter, fields: Mapping[str, Any], *, save_latest: bool) -> None:
-        """Commit the state between two updates, on every rank, and publish the tag that points to the commit. `fields`:
+        """Commit the state on every rank, between two updates, and publish a tag that points to the commit. `fields`:
         fields of TagManifest, with this rank's captured driver state. If this raises, the caller discards the tag.
         Raises UntaggedCommitError, StoreError and others."""
         location, commit_id = _location(self._stores[0]), secrets.token_hex(16)
@@ -126,7 +127,7 @@ class Commits:
         driver: dict[str, Any] = fields["driver"]
         pointer: Transfer = COMPLETED
         try:
-            if self._ranks.rank == 0:  # during the commit, so that both wait for the disks at once
+            if self._ranks.rank == 0:  # write the tag during the commit: both wait for disks
                 prepare = partial(tag.prepare, {**fields, "driver": {}}, save_latest=save_latest)
                 pointer = self._state.runtime.accelerator.lane("save").submit(prepare)
             share = partial(self.share, own_state(driver), commit_id)
@@ -143,8 +144,8 @@ class Commits:
             wait_quietly(pointer)
 
     def share(self, driver: Mapping[str, Any], commit_id: str) -> Share:
-        """Write the durable copies, and return what this rank commits. `driver`: this rank's own part of the driver
-        state. `commit_id`: the commit's id, of which rank 0's is used. Raises StoreError, TransferError."""
+        """Write the durable copies, and return this rank's part of the commit. `driver`: this rank's own part of the
+        driver state. `commit_id`: the commit's id; rank 0's is used. Raises StoreError, TransferError."""
         state, scalars = self._state, self._state.view.scalars
         with torch.no_grad():
             self._copies.write(state.named_buffers())
@@ -165,11 +166,11 @@ class Commits:
 
     @hold_interrupts()
     def _commit(self, manifest: TagManifest, shares: Sequence[Share], tag: TagWriter, pointer: Transfer) -> None:
-        """Make the state durable on every rank, let rank 0 decide, then let updates write again and give the tag its
-        name. `pointer`: completes when the tag is prepared. Raises StoreError, whose text says whether the last commit
-        counts or that this is unknown, and UntaggedCommitError if the new commit counts without a tag."""
+        """Make the state durable on every rank, let rank 0 decide, let updates write again, and give the tag its name.
+        `pointer`: completes when the tag is prepared. Raises UntaggedCommitError if the new commit counts and has no
+        tag. Raises StoreError otherwise; its text says which commit counts, or that this is unknown."""
         is_first = self._ranks.rank == 0
-        if len(self.run_ids) == 1:  # no other store depends on it, so it may drop what it has not confirmed
+        if len(self.run_ids) == 1:  # no other store depends on it: it may drop a prepared state
             self._stores[0].commit(manifest.step, _metadata(manifest, shares))
         else:
             self._prepare_together(manifest, shares)
@@ -186,9 +187,8 @@ class Commits:
             raise UntaggedCommitError(str(error), manifest.step) from error
 
     def _prepare_together(self, manifest: TagManifest, shares: Sequence[Share]) -> None:
-        """Call `prepare` on every rank. If one fails, drop what was prepared and raise on every rank: all ranks know
-        that nothing is decided. An error of the exchange between the ranks keeps what was prepared, because rank 0 may
-        have decided."""
+        """Call `prepare` on every rank. If it fails on one, drop the prepared state and raise on every rank: nothing is
+        decided. If the exchange between the ranks fails, the prepared state stays, because rank 0 may have decided."""
         failed: list[Exception] = []
 
         def attempt() -> str | None:
@@ -206,8 +206,8 @@ class Commits:
             raise failed[0] if failed else StoreError(wrong[0])
 
     def prepare(self, manifest: TagManifest, shares: Sequence[Share]) -> None:
-        """Make the state durable next to the last commit, and block writes. Raises StoreError: the caller must then
-        call `cancel`."""
+        """Make the state durable next to the last commit, and refuse writes from now on. If this raises StoreError, the
+        caller must call `cancel`."""
         first = _parts(shares)[0].stores[0]
         followed = {COMMIT_ID: shares[0].commit_id, DECIDED_BY: first.model_dump()}
         for store in reversed(self._stores):
@@ -215,23 +215,23 @@ class Commits:
             store.prepare(manifest.step, _metadata(manifest, shares) if decides else followed)
 
     def cancel(self) -> None:
-        """Drop the prepared state. The caller knows that it was not decided. Raises StoreError."""
+        """Drop the prepared state. Called only if rank 0 has not decided. Raises StoreError."""
         for store in self._stores:
             store.cancel_prepared()
 
     def decide(self) -> None:
-        """Make the state that all ranks have prepared the commit that counts, on rank 0. Raises StoreError: which
-        commit counts is then unknown."""
+        """On rank 0, commit the state that all ranks have prepared: from now on it counts. If this raises StoreError,
+        it is unknown which commit counts."""
         self._stores[0].confirm()
 
     def confirm(self) -> None:
-        """Make the prepared state the commit in the other stores, once rank 0 has decided. Updates may then overwrite
-        the commit before it. Raises StoreError."""
+        """Commit the prepared state in the other stores, after rank 0 has decided. Updates may then overwrite the older
+        commit. Raises StoreError."""
         for store in self._stores[self._ranks.rank == 0 :]:
             store.confirm()
 
     def _publish(self, tag: TagWriter, pointer: Transfer, step: int) -> None:
-        """Give the tag its name after the commit. `pointer`: completes when the tag is prepared. Raises
+        """Give the tag its name, after the commit. `pointer`: completes when the tag is prepared. Raises
         UntaggedCommitError."""
         try:
             pointer.wait()
@@ -251,8 +251,8 @@ def _location(store: SwapStore) -> StoreLocation:
 
 
 def _metadata(manifest: TagManifest, shares: Sequence[Share]) -> dict[str, Any]:
-    """Return the metadata of a commit (`Commit`, as JSON): the manifest and the parts of all ranks. Raises StoreError
-    if a part of a tensor is missing."""
+    """Return a commit's metadata (`Commit`, as JSON): the checkpoint's manifest and the parts of all ranks. Raises
+    StoreError if a part of a tensor is missing."""
     whole = manifest.model_copy(update=join_shares(shares))
     commit = Commit(commit_id=shares[0].commit_id, checkpoint=whole, ranks=_parts(shares))
     return commit.model_dump(mode="json")
@@ -267,12 +267,14 @@ def _parts(shares: Sequence[Share]) -> list[RankPart]:
 
 @final
 class DurableCopies:
-    """Writes copies of what a commit needs in addition to optimizer state. Each copy has a slot next to that state.
+    """Copies to nvme what a commit needs besides optimizer state. Each copy has a slot next to that state.
 
     Frozen parameters and buffers are written if they have changed. Parameters that are half of their masters change in
-    each update: they are written in place from memory, 2 of the 10 bytes of their state. `units`: unit index -> the
-    unit, and the home of its copy. `updated`: indices of the units that updates write. `flat`: returns a unit's bytes,
-    [P]. `buffers`: the home of the buffers' copy; None for a model without buffers."""
+    each update, and are written from memory in each commit: 2 of the 10 bytes that a parameter's state takes.
+
+    `units`: unit index -> the unit, and the home (slot) of its copy. `updated`: indices of the units that updates
+    write. `flat`: returns a unit's bytes, [P]. `buffers`: the home of the buffers' copy; None for a model without
+    buffers."""
 
     def __init__(
         self,
@@ -287,10 +289,10 @@ class DurableCopies:
         self._updated = [(unit, home) for unit, home in units.values() if unit.index in updated]
         self._flat = flat
         self._digests: dict[tuple[str, int], int] = {}
-        """(slot, first byte of a chunk) -> checksum of what was last written there."""
+        """(slot, first byte of a chunk) -> checksum of the bytes that were last written there."""
 
     def write(self, buffers: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Write everything that has changed; the next commit makes it durable. Called on the driver thread, between two
+        """Write every copy that has changed; the next commit makes it durable. Called on the driver thread, between two
         updates. `buffers`: the model's buffers, by name. Raises StoreError, TransferError."""
         writes: list[Transfer] = []
         try:
@@ -306,8 +308,8 @@ class DurableCopies:
             wait_all(writes)
 
     def _write_changed(self, home: Home, raw: torch.Tensor, window: torch.Tensor) -> None:
-        """Write the chunks that have changed since they were last written. `raw`: the slot's new bytes, on any device.
-        `window`: memory for one chunk."""
+        """Write the chunks of a slot that have changed since they were last written. `raw`: the slot's new bytes, on
+        any device. `window`: memory for one chunk."""
         for start in range(0, raw.numel(), _CHUNK_NBYTES):
             part = raw[start : start + _CHUNK_NBYTES]
             chunk = window[: align_up(part.numel(), PAGE_NBYTES)]
@@ -321,8 +323,8 @@ class DurableCopies:
 
 
 def _packed(buffers: Iterable[tuple[str, torch.Tensor]], nbytes: int) -> torch.Tensor:
-    """Return the bytes of a model's buffers as their slot of `nbytes` holds them. Raises StoreError if they need
-    more."""
+    """Pack the model's buffers into one tensor of `nbytes`, the new content of their slot. Raises StoreError if they
+    need more."""
     raw = torch.zeros(nbytes, dtype=torch.uint8)
     for name, buffer, offset in pack(buffers):
         data = as_bytes(buffer.detach().contiguous()).cpu()
@@ -341,9 +343,9 @@ def _packed(buffers: Iterable[tuple[str, torch.Tensor]], nbytes: int) -> torch.T
 @final
 @dataclass(frozen=True, kw_only=True)
 class Adoption:
-    """An in-place commit in whose swap files a run goes on. `directories`: swap paths of the config -> this rank's
-    files there. `paths`: the swap directories of all ranks. `manifest`: the commit's manifest. `initialized`: indices
-    of this rank's sub-groups that have state."""
+    """An in-place commit that a run adopts: the run goes on in the commit's swap files. `directories`: swap paths of
+    the config -> this rank's files there. `paths`: the swap directories of all ranks. `manifest`: the commit's
+    manifest. `initialized`: indices of this rank's sub-groups that have state."""
 
     found: FoundCheckpoint
     directories: Mapping[tuple[str, ...], AdoptedStore]
@@ -360,9 +362,9 @@ def adopt(
     slots: Sequence[PlannedSlot],
     layouts: list[StateLayout],
 ) -> Adoption | None:
-    """Adopt an in-place commit if every rank's layout of bytes equals the one with which its part was committed. Return
-    None if `found` is no such commit or, with a warning that says why, if it must be loaded instead. Collective: every
-    rank calls this. Raises StoreError if the commit is damaged or its owner lives."""
+    """Adopt an in-place commit if every rank lays out its bytes as at the commit. Return None if `found` is no in-place
+    commit. If the commit must be loaded instead, log the reason as a warning and return None. Collective: every rank
+    calls this. Raises StoreError if the commit is damaged or its owner is alive."""
     if found.swap is None:
         return None
     swap = found.swap
@@ -377,7 +379,7 @@ def adopt(
     commit = Commit.decode(Path(path), metadata)
 
     def look() -> str:
-        """Open this rank's part of the commit, and return why it cannot be adopted; "" if it can."""
+        """Open this rank's part of the commit, and return why it cannot be adopted; "" if it can be."""
         if not plan.request.config.tiered_zero.checkpoint.in_place:
             return "tiered_zero.checkpoint.in_place is off"
         if len(commit.ranks) != ranks.world_size:
@@ -421,15 +423,15 @@ def adopt(
 @final
 @dataclass(frozen=True, kw_only=True)
 class AdoptedValues:
-    """Reads the first values of parameters and buffers from an adopted commit. Called on the driver thread, before the
-    first step."""
+    """Reads the values of parameters and buffers from an adopted commit. Called on the driver thread, before the first
+    step."""
 
     state: RunState
     copies: DurableCopies
 
     def flat(self, unit: Unit) -> torch.Tensor:
-        """Return the unit's parameters, [P] on the CPU: its masters, rounded, or its durable copy. Elements of other
-        ranks are zeros."""
+        """Return the unit's parameters, [P] on the CPU, from its masters (rounded) or from its durable copy. Elements
+        of other ranks are zeros."""
         if unit.index in self.state.updated_units and not self.state.view.need_params:
             return self.state.view.read_masters(unit).to(unit.dtype)
         home = self.copies.homes.get(unit.index) or self.state.inventory.home(unit, "param")
@@ -439,7 +441,7 @@ class AdoptedValues:
         return flat
 
     def restore_buffers(self) -> None:
-        """Copy the buffers' values into the model."""
+        """Copy the committed values of the buffers into the model."""
         home = self.copies.buffers
         if home is None:
             return
@@ -451,8 +453,8 @@ class AdoptedValues:
 
 
 def run_fingerprint(config: Config, plan: Plan, slots: Iterable[PlannedSlot], layouts: Sequence[StateLayout]) -> str:
-    """Return a hash of everything that decides where bytes lie in the records of a run with in-place commits. A run
-    adopts a commit only if the hashes are equal."""
+    """Return a hash of everything that decides where bytes lie in a run's records. A run adopts an in-place commit only
+    if the two hashes are equal."""
     subgroups = [
         {
             "masters": [str(dtype) for dtype in layout.masters.dtypes],
@@ -482,7 +484,8 @@ def run_fingerprint(config: Config, plan: Plan, slots: Iterable[PlannedSlot], la
 
 
 def committing_paths(config: Config, plan: Plan) -> list[tuple[str, ...]]:
-    """Return the swap paths of the stores that take part in a commit, first those of the optimizer state."""
+    """Return the swap paths of each store that takes part in commits. The store with the optimizer state comes
+    first."""
     zero = config.zero_optimization
     paths = [zero.offload_optimizer.nvme_paths]
     if plan.nbytes("nvme", "commit_param"):

@@ -1,8 +1,8 @@
-"""Define the index of a checkpoint (for the elements of each tensor, the records and bytes that hold them), and list
-what a run saves in it.
+"""Define the index of a checkpoint, which says in which record and at which byte the elements of each tensor lie; list
+the tensors that a run saves.
 
-[Note: Portable form] Everything is keyed by parameter name and by elements in the parameter's memory order, so that
-keys do not depend on cuts, tiers or units. A key is `<kind>/<parameter name>`:
+[Note: Portable form] A tensor has a key, and its elements are counted in memory order. Both stay the same however a run
+cuts and places the tensor. A key is `<kind>/<parameter name>`:
 
     master   the fp32 master, even if it is stored in three parts (the form "joined" below)
     <field>  a state array of the rule under its own name, such as exp_avg; only for parameters that were stepped
@@ -11,22 +11,21 @@ keys do not depend on cuts, tiers or units. A key is `<kind>/<parameter name>`:
 
 An elementwise state array has the parameter's shape; the scales of 8-bit moments are 1-D, one per block of the
 parameter; an array of any other rule keeps its own shape. Parameters with a master are not saved themselves: they are
-their masters, rounded. Bytes are saved as they are stored; a key's form says how to compute it from them.
+their masters, rounded. Bytes are saved as they are stored; a tensor's form says how to compute it from them.
 
-`manifest.json` of a tag, and the metadata of an in-place commit, are a `TagManifest` in the format of
-record/files.py. A full save has its own data files, one per rank: `stores`. A commit leaves its records in the
-run's swap directories, whose manifests say where they are. Elements are counted in memory order: row-major in the
-shape permuted by `order`, which is null for a row-major tensor. A tensor has one of these forms:
+`manifest.json` of a tag, and the metadata of an in-place commit, are a `TagManifest` in the format of record/files.py.
+A full save has its own data files, one per rank: `stores`. A commit leaves its records in the run's swap directories,
+whose manifests say where they are. Memory order is row-major in the shape permuted by `order`, which is null for a
+row-major tensor. A tensor has one of these forms:
 
     plain       one source: the elements themselves
     joined      masters stored as remainders: sources are remainder (int16), parameter (bfloat16), and the second
-                moment (fp32), whose sign is the mark
+                moment (fp32), whose sign is the mark (one more bit of the master)
     magnitude   one source: that second moment, without its sign
     rounded     one source: the fp32 masters of a parameter that no param group holds; its elements are these, rounded
 
-Each rank makes a `Share`, and `join_shares` joins them. Input may be hostile: types, ranges and sums are checked here,
-files by `tag.read_manifest`, places in records when these are opened, all before anything is allocated.
-"""
+Each rank makes a `Share`, and `join_shares` joins them. Input may be hostile. Types, ranges and sums are checked here,
+files by `tag.read_manifest`, places in records by `check_places`, all before anything is allocated."""
 
 from __future__ import annotations
 
@@ -74,7 +73,7 @@ SOURCE_ITEMSIZES: Final[Mapping[Form, tuple[int, ...]]] = {
     "magnitude": (0,),
     "rounded": (4,),
 }
-"""Form -> bytes of an element in each source; 0: those of the tensor's own dtype."""
+"""Form -> bytes of an element in each source; 0: as many as the tensor's own dtype has."""
 
 ITEMSIZES: Final[Mapping[str, int]] = {
     **dict.fromkeys(("bool", "int8", "uint8", "float8_e4m3fn", "float8_e5m2"), 1),
@@ -90,11 +89,12 @@ _MOST_DIMENSIONS = 64
 _MOST_NUMEL = 2**48
 
 Text = Annotated[str, Field(min_length=1, max_length=4096)]
-"""A key, a name or a path. pydantic refuses half of a surrogate pair."""
+"""A key, a name or a path. pydantic refuses text that is not Unicode."""
 
 
 class StoreLocation(StrictModel):
-    """Where a store (a set of swap files) of a run is: the run's id, and the directories over which it is striped."""
+    """The location of a store (a set of swap files). `run_id`: the run that owns it. `paths`: the directories of its
+    files."""
 
     run_id: str
     paths: Annotated[list[Annotated[PlainPath, Field(max_length=4096)]], Field(min_length=1)]
@@ -107,20 +107,21 @@ class StoreLocation(StrictModel):
 
 @final
 class CommitLocation(StoreLocation):
-    """Where the store that decides an in-place commit is, and the commit's id."""
+    """The location of the store that decides an in-place commit. `commit_id`: the commit's id."""
 
     commit_id: Text
 
 
 class Source(NamedTuple):
-    """The place of a part's bytes: byte `offset` of the record with number `record`."""
+    """The place where a part's bytes begin: byte `offset` of record number `record`."""
 
     record: Count
     offset: Count
 
 
 class Part(NamedTuple):
-    """Elements [start, stop) of a tensor in memory order, with as many sources as its form has."""
+    """Elements [start, stop) of a tensor, in memory order, and the places of their bytes. `sources`: as many as the
+    tensor's form has."""
 
     start: Count
     stop: Count
@@ -128,8 +129,9 @@ class Part(NamedTuple):
 
 
 class RecordName(NamedTuple):
-    """The record `name` in store number `store` (a store: one set of data files). Stores are counted over all ranks in
-    order; in a commit each rank has the state's store, then the parameters' store if it is another one."""
+    """The record `name` in store number `store` (a store: one set of data files). The stores of all ranks are numbered
+    in rank order. In a commit each rank has the store of the state and, if it is another one, that of the
+    parameters."""
 
     store: Count
     name: str
@@ -137,8 +139,8 @@ class RecordName(NamedTuple):
 
 @final
 class TensorEntry(StrictModel):
-    """One tensor. `order`: its dimensions from the slowest to the fastest in memory; None: row-major. `parts`: in a
-    manifest all parts, in order, disjoint, and covering the tensor; in a share those of one rank."""
+    """One tensor. `order`: its dimensions from the slowest to the fastest in memory; None: row-major. `parts`: in order
+    and disjoint. In a manifest they cover the tensor; in a share they are those of one rank."""
 
     dtype: str
     shape: Annotated[tuple[Annotated[int, Field(ge=0, le=_MOST_NUMEL)], ...], Field(max_length=_MOST_DIMENSIONS)]
@@ -161,7 +163,7 @@ class TensorEntry(StrictModel):
 
     @property
     def memory_shape(self) -> tuple[int, ...]:
-        """The shape in which the parts are row-major."""
+        """The shape with its dimensions in memory order, from the slowest to the fastest."""
         return self.shape if self.order is None else tuple(self.shape[dimension] for dimension in self.order)
 
     def with_parts(self, parts: Sequence[Part]) -> TensorEntry:
@@ -169,7 +171,8 @@ class TensorEntry(StrictModel):
 
 
 def _check_tensors(tensors: Mapping[str, TensorEntry]) -> None:
-    """Raise ValueError if a tensor's sizes are impossible, or if its parts are out of order, overlap or leave a gap."""
+    """Check sizes and parts of the tensors. Raises ValueError if sizes are impossible, or parts are out of order,
+    overlap or leave a gap."""
     for key, entry in tensors.items():
         dtype, shape, order, form = entry.dtype, entry.shape, entry.order, entry.form
         numel, stop, found = math.prod(shape), 0, ""
@@ -191,7 +194,7 @@ def _check_tensors(tensors: Mapping[str, TensorEntry]) -> None:
 
 
 def check_places(tensors: Mapping[str, TensorEntry], extents: Sequence[int]) -> None:
-    """Raise ValueError unless all parts lie inside their records. `extents`: bytes of each record."""
+    """Check that all parts lie inside their records. `extents`: bytes of each record. Raises ValueError."""
     for key, entry in tensors.items():
         itemsizes, own_itemsize = SOURCE_ITEMSIZES[entry.form], ITEMSIZES[entry.dtype]
         for start, stop, sources in entry.parts:
@@ -219,10 +222,10 @@ class WrittenBy(StrictModel):
 
 @final
 class TagManifest(JsonFile):
-    """Everything that a checkpoint states about itself. `scalars` (by parameter name), `driver`: JSON from
-    `driver.to_json`, checked when it is decoded. `stores`: the contents of a full save's data files, one for each rank.
-    `aliases`: another name of a parameter or buffer in the model's state_dict -> the name used here. `swap`: set in a
-    tag that points to an in-place commit."""
+    """The manifest of a checkpoint. `scalars` (by parameter name), `driver`: JSON from `driver.to_json`, checked when
+    it is decoded. `stores`: the contents of a full save's data files, one for each rank. `aliases`: another name of a
+    parameter or buffer in the model's state_dict -> the name used here. `swap`: where the commit is; set in a tag that
+    points to an in-place commit."""
 
     format_name = "tiered_zero.checkpoint"
 
@@ -240,7 +243,7 @@ class TagManifest(JsonFile):
 
     @property
     def files(self) -> dict[str, int]:
-        """The data files of a full save, with their bytes."""
+        """The data files of a full save: name -> size in bytes."""
         return {
             file_name(rank): store.capacity_nbytes for rank, store in enumerate(self.stores) if store.capacity_nbytes
         }
@@ -265,7 +268,7 @@ class TagManifest(JsonFile):
 
 
 def check_tag(tag: object) -> str:
-    """Return `tag` if it can name a directory. Raises StoreError."""
+    """Check that `tag` can be the name of a checkpoint's directory, and return it. Raises StoreError."""
     if isinstance(tag, str) and TAG.fullmatch(tag) and tag != LATEST_NAME and len(tag.encode()) <= _MOST_TAG_NBYTES:
         return tag
     raise StoreError(
@@ -284,7 +287,7 @@ def file_name(rank: int) -> str:
 
 @final
 class RankPart(StrictModel):
-    """One rank's entry in a commit. `stores`: where its swap files are, the state's first. `layout`: the result of
+    """One rank's part of a commit. `stores`: where its swap files are, the state's first. `layout`: the result of
     `in_place.run_fingerprint`. `initialized`: indices of its sub-groups that have state."""
 
     stores: Annotated[list[StoreLocation], Field(min_length=1, max_length=2)]
@@ -296,9 +299,10 @@ class RankPart(StrictModel):
 class Share(StrictModel):
     """One rank's part of a save.
 
-    `tensors`: tensors, each with this rank's parts only. `records`: sources refer to these by position. `scalars`:
-    scalars of this rank's parameters, as in the manifest. `driver`: the rank's own part of `DriverState.capture`.
-    `stores`: what it has written in a full save. `rank`, `commit_id`: set in an in-place commit; rank 0's id counts."""
+    `tensors`: the tensors that it saves, each with this rank's parts only. `records`: the records of these parts;
+    `Source.record` is a position in this list. `scalars`: the scalars of this rank's parameters, as in the manifest.
+    `driver`: the rank's own part of `DriverState.capture`. `stores`: the data file that it has written in a full save.
+    `rank`, `commit_id`: set in an in-place commit; rank 0's id counts."""
 
     tensors: dict[str, TensorEntry]
     records: list[RecordName]
@@ -310,8 +314,8 @@ class Share(StrictModel):
 
 
 def join_shares(shares: Sequence[Share]) -> dict[str, Any]:
-    """Join the shares of all ranks, and return these fields of TagManifest: tensors, records, scalars. Raises
-    StoreError if ranks disagree about a tensor, or do not hold each of its elements exactly once."""
+    """Join the shares of all ranks. Return the fields `tensors`, `records` and `scalars` of TagManifest. Raises
+    StoreError if ranks disagree about a tensor, or if an element is missing or saved twice."""
     entries: dict[str, TensorEntry] = {}
     facts: dict[str, tuple[Any, ...]] = {}
     parts: dict[str, list[Part]] = {}
@@ -355,16 +359,16 @@ VALUE_KINDS = (MASTER, PARAM, BUFFER)
 
 _READ_AHEAD = 4
 _MOST_WRITTEN = 32
-"""The most sub-groups whose writes are in flight. Sub-groups in host memory use no staging buffers, whose number would
-limit the writes."""
+"""The most sub-groups whose writes are in flight. Sub-groups in host memory reach this limit; those on nvme run out of
+staging buffers earlier."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """The objects of a run that a checkpoint reads and writes, and those that move their bytes. `trained`: names of
-    parameters that have a master on any rank. `view`: this rank's state. `is_sharded`: whether each rank has a part of
-    the state; otherwise every rank has all of it. `param_staging`: staging buffers for parameters, if any rest on nvme.
-    `param_flat`: returns the flat of a unit that lives on the device."""
+    """The objects of a run that saves and loads use: the model, its units and state, and what moves their bytes.
+    `trained`: names of parameters that have a master on any rank. `view`: this rank's state. `is_sharded`: whether each
+    rank has a part of the state; otherwise every rank has all of it. `param_staging`: staging buffers for parameters,
+    if any rest on nvme. `param_flat`: returns the flat (1-D tensor) of a unit that lives on the device."""
 
     module: nn.Module
     specs: Sequence[ParamSpec]
@@ -380,15 +384,15 @@ class RunState:
 
     @cached_property
     def updated_units(self) -> frozenset[int]:
-        """The indices of units whose parameters an update writes, on any rank."""
+        """The indices of the units that an update writes, on any rank."""
         return frozenset(
             unit.index for unit in self.units if any(entry.param.name in self.trained for entry in unit.entries)
         )
 
     @cached_property
     def own_layouts(self) -> Sequence[StateLayout]:
-        """Return the layouts of the sub-groups that this rank saves. If state is sharded, these are all that it has;
-        else every rank has all sub-groups, and saves some of them."""
+        """The layouts of the sub-groups that this rank saves. If state is sharded, these are all sub-groups of the
+        rank. Otherwise every rank has all sub-groups, and each is saved by one rank."""
         layouts = self.view.layouts
         return layouts if self.is_sharded else [own for own in layouts if self._is_own(own.subgroup.index)]
 
@@ -398,8 +402,8 @@ class RunState:
         return home is not None and home.slot.nbytes < unit.nbytes
 
     def saved_units(self, with_frozen: bool = True) -> list[Unit]:
-        """Return the units of which this rank saves parameters without a master: those of which it has a shard, and its
-        part of those that every rank has whole. `with_frozen`: include frozen units."""
+        """Return the units without masters that this rank saves, whole or its shard. A unit that every rank has whole
+        is saved by one rank. `with_frozen`: include frozen units."""
         return [
             unit
             for unit in self.units
@@ -421,7 +425,7 @@ class RunState:
 
     @cached_property
     def aliases(self) -> dict[str, str]:
-        """Every other name of a parameter or buffer in `state_dict()` -> the name under which it is saved."""
+        """Maps each further name of a parameter or buffer in `state_dict()` to the name under which it is saved."""
         saved = {spec.name for spec in self.specs} | {name for name, _ in self.named_buffers()}
         names: dict[int, list[str]] = {}
         for name, tensor in state_tensors(self.module):
@@ -434,7 +438,8 @@ class RunState:
 
 
 def state_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters and persistent buffers under each of their names in `model.state_dict()`."""
+    """Yield the parameters and persistent buffers of `model.state_dict()`, by its names; a tied one once under each
+    name."""
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = path and f"{path}."
         for name, param in module._parameters.items():
@@ -451,13 +456,12 @@ def run_ahead(
     begin: Callable[[StateLayout], tuple[SubGroupWork, Callable[[], None]] | None],
     retire: Callable[[SubGroupWork], None] = lambda written: None,
 ) -> None:
-    """Begin, process and retire each sub-group once, in order; begin several before the first is processed.
+    """Save or load sub-groups in order: begin, process and retire each; begin several before the first is processed.
 
-    `begin`: starts a sub-group's reads. It returns None while no buffer is free, else the work and a function that
-    waits for the reads and adds the writes to the work's `writes`. `retire`: called with a work when its writes are
-    done. Raises the errors of both, once nothing uses a buffer. Saves and loads use this loop; the update has its own
-    (`UpdatePipeline`), which takes sub-groups as their gradients come, skips some, and reads ahead from step to
-    step."""
+    `begin`: starts to read a sub-group. Returns None while no buffer is free, else the work and a function that waits
+    for the reads and starts the writes (it adds them to the work's `writes`). `retire`: called with a work when its
+    writes are done. Raises the errors of both, once nothing uses a buffer. The update has a loop of its own
+    (`UpdatePipeline`): it takes sub-groups as their gradients come, skips some, and reads ahead from step to step."""
     waiting, begun, written = deque(layouts), deque[tuple[SubGroupWork, Callable[[], None]]](), deque[SubGroupWork]()
 
     def finish() -> None:
@@ -490,7 +494,8 @@ def run_ahead(
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """Convert torch.float32 to "float32". Raises StoreError for a dtype that a checkpoint cannot hold."""
+    """Return the name of a dtype in manifests: "float32" for torch.float32. Raises StoreError for a dtype that a
+    checkpoint cannot hold."""
     name = str(dtype).removeprefix("torch.")
     if name not in ITEMSIZES:
         raise StoreError(f"A checkpoint cannot hold a tensor of {dtype}; it can hold {', '.join(sorted(ITEMSIZES))}.")
@@ -499,7 +504,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @cache
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the dtype that a checked manifest names. Raises StoreError if this PyTorch does not have it."""
+    """Return the dtype of this name, which comes from a checked manifest. Raises StoreError if this PyTorch does not
+    have it."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise StoreError(f"PyTorch {torch.__version__} has no dtype {name}, which this checkpoint needs.")
@@ -524,7 +530,7 @@ def describe_field(param: ParamSpec, field: StateField, elementwise: bool, form:
 
 
 def _field_range(piece: ParamPiece, field: StateField, elementwise: bool) -> tuple[int, int]:
-    """Return a piece's range [start, stop) in its parameter's state array."""
+    """Return the elements [start, stop) of a parameter's state array `field` that belong to `piece`."""
     if not elementwise:
         return 0, prod(field.shape)
     return piece.param_start // field.block_numel, -(-(piece.param_start + piece.numel) // field.block_numel)
@@ -533,13 +539,13 @@ def _field_range(piece: ParamPiece, field: StateField, elementwise: bool) -> tup
 # -- places ------------------------------------------------------------------------------------------------------------
 
 Place = tuple[RecordName, int]
-"""A record's name, and the position of a first byte in the record."""
+"""A place in the data files: a record's name, and a byte in the record."""
 
 
 class RecordPlaces(NamedTuple):
-    """The names of the records that a save writes. `state`: names the record of a sub-group's slot. `params`: returns
-    the place of a segment's parameters, if they are half of its masters. `unit`: names the record of this rank's
-    elements of a unit that no update writes. `buffers`: the record of all buffers, laid out by `pack`; None if this
+    """Names the records that a save writes. `state`: returns the record of a sub-group's slot. `params`: returns the
+    place of a segment's parameters, if they are half of its masters. `unit`: returns the record of a unit that no
+    update writes; it holds this rank's elements. `buffers`: the record of all buffers, laid out by `pack`; None if this
     rank saves none."""
 
     state: Callable[[StateLayout], RecordName]
@@ -549,8 +555,8 @@ class RecordPlaces(NamedTuple):
 
 
 def copied_places(scalars: Scalars) -> RecordPlaces:
-    """Name the records of a full save. A sub-group's record holds its slot, then its parameters if they are half of its
-    masters. `scalars`: say which sub-groups have state."""
+    """Return the names of a full save's records. A sub-group's record holds its slot, then its parameters if they are
+    half of its masters. `scalars`: say which sub-groups have state."""
 
     def state(layout: StateLayout) -> RecordName:
         return RecordName(0, f"state/{layout.subgroup.index}")
@@ -565,8 +571,8 @@ def copied_places(scalars: Scalars) -> RecordPlaces:
 def committed_places(
     state: RunState, tiers: Sequence[object], copies: Mapping[int, Home], buffers: Home | None
 ) -> RecordPlaces:
-    """Name the records of the swap files that the run uses. `tiers`: the nvme tiers of this rank that are committed, in
-    order. `copies`: unit index -> home of its durable copy. `buffers`: home of the buffers' copy."""
+    """Return the names of the records in the swap files that the run uses. `tiers`: the nvme tiers of this rank that
+    are committed, in order. `copies`: unit index -> home of its durable copy. `buffers`: home of the buffers' copy."""
 
     def name(home: Home) -> RecordName:
         return RecordName(tiers.index(home.tier), home.slot.name)
@@ -587,12 +593,14 @@ def committed_places(
 
 
 def state_nbytes(layout: StateLayout, scalars: Scalars) -> int:
-    """Return the number of bytes in use of a sub-group's slot: without state, those of the masters alone."""
+    """Return how many bytes of a sub-group's slot are in use: masters and state, or masters alone if there is no state
+    yet."""
     return layout.nbytes if scalars.has_state(layout) else layout.master_nbytes
 
 
 def pack(buffers: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor, int]]:
-    """Yield each non-empty buffer with the position of its first byte in the record that holds all buffers."""
+    """Lay out all buffers in one record. Yield the name of each non-empty buffer, the buffer, and its first byte in the
+    record."""
     position = 0
     for name, buffer in buffers:
         if not buffer.numel():
@@ -602,8 +610,8 @@ def pack(buffers: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, tor
 
 
 _Row = tuple[str, TensorEntry, int, int, Sequence[Place]]
-"""(key, entry, start, stop, places): elements [start, stop) of a key's tensor, with one place for each source of the
-tensor's form."""
+"""(key, entry, start, stop, places): elements [start, stop) of the tensor with this key, and the place of their bytes
+in each source of the tensor's form."""
 
 
 def list_tensors(
@@ -615,7 +623,7 @@ def list_tensors(
     with_frozen: bool = True,
 ) -> tuple[dict[str, TensorEntry], list[RecordName]]:
     """Return the tensors that this rank saves, each with this rank's parts, and the records that hold these parts.
-    `buffers`: by name, if this rank saves them. Any thread."""
+    `buffers`: the model's buffers, by name, if this rank saves them. Any thread."""
     numbers: dict[RecordName, int] = {}
     found: dict[str, tuple[TensorEntry, list[Part]]] = {}
     rows = chain(
@@ -660,7 +668,8 @@ def _list_subgroup(state: RunState, places: RecordPlaces, scalars: Scalars, layo
 
 
 def _list_units(state: RunState, places: RecordPlaces, with_frozen: bool) -> Iterator[_Row]:
-    """Yield parameters that no update writes; on rank 0 also those without elements, which are in no unit."""
+    """Yield the parameters that no update writes. On rank 0, also yield the parameters without elements, which are in
+    no unit."""
     for unit in state.saved_units(with_frozen):
         home, record = state.inventory.find(unit, "param"), places.unit(unit)
         here = slice(0, unit.numel) if home is None else home.elements(unit)

@@ -1,8 +1,8 @@
-"""Load a checkpoint: compare it with a run, read its tensors, write them to the run's homes.
+"""Load a checkpoint: compare it with a run, read its tensors, write them to the run's homes (the slots on its tiers).
 
-A checkpoint's parts and a run's homes both hold ranges of a tensor's elements in memory order. A binary search thus
-finds what the run needs, however the run that wrote the checkpoint had cut, placed and formatted its tensors.
-Everything is compared and checked before a byte of the run changes."""
+A checkpoint's parts and a run's homes both hold ranges of a tensor's elements in memory order. So a binary search finds
+the parts that a home needs, however the saving run had cut, placed and formatted its tensors. Everything is compared
+and checked before a byte of the run changes."""
 
 from __future__ import annotations
 
@@ -50,10 +50,11 @@ logger = logging.getLogger("tiered_zero")
 _BLOCK = QUANTIZED_BLOCK_NUMEL
 _NUM_NAMED = 5
 _CONVERTED_AHEAD = 2
-"""The most sub-groups that may take memory in addition to their state, for conversions, while they are read."""
+"""The most sub-groups that are read at once if their values must be converted, which takes memory besides their
+state."""
 
 _STEP_NUMEL = 1 << 15
-"""The most elements that `torch.Tensor.copy_` converts on the calling thread alone (at::internal::GRAIN_SIZE)."""
+"""`torch.Tensor.copy_` converts up to this many elements on the calling thread alone (at::internal::GRAIN_SIZE)."""
 
 _FACTS = {
     "tiered_zero": "tiered_zero",
@@ -63,7 +64,8 @@ _FACTS = {
     "world_size": "a number of ranks of",
     "num_threads": "a number of CPU threads of",
 }
-"""Fields of WrittenBy that may change bits, except `state_format` -> how messages name them."""
+"""Fields of `WrittenBy` -> their names in messages. Later steps may give other bits if one of them differs.
+`state_format` is left out, because the loader checks it."""
 
 
 # -- matching ----------------------------------------------------------------------------------------------------------
@@ -72,27 +74,30 @@ _FACTS = {
 @final
 @dataclass(frozen=True, kw_only=True)
 class Matched:
-    """The keys from which a run's values are loaded. `params`: parameter name -> key of its value; a parameter that is
-    not here keeps its value. `states`: name of a parameter whose optimizer state is loaded -> its scalars, such as the
-    step count; successive parameters with equal scalars share one dict. `buffers`: buffer name -> key."""
+    """The checkpoint's keys from which a run's values are loaded. `params`: parameter name -> key of its value; a
+    parameter that is not here keeps its value. `states`: parameter name -> its saved scalars, such as the step count;
+    only parameters whose optimizer state is loaded are here, and neighbours with equal scalars share one dict.
+    `buffers`: buffer name -> key."""
 
     params: dict[str, str] = field(default_factory=dict)
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
     buffers: dict[str, str] = field(default_factory=dict)
 
     def scalars(self, layout: StateLayout) -> dict[int, dict[str, Any]]:
-        """Map each piece of a sub-group, by its index, to its scalars; pieces whose state is not loaded are left
+        """Return the scalars of a sub-group's pieces, by the piece's index. A piece whose state is not loaded is left
         out."""
         names = {piece.index: piece.param.name for piece in layout.subgroup.pieces}
         return {index: self.states[name] for index, name in names.items() if name in self.states}
 
 
 def match(state: RunState, manifest: TagManifest, *, strict: bool, with_state: bool, convert: bool) -> Matched:
-    """Find the keys of a checkpoint from which a run's values are loaded, and check their shapes and dtypes; read no
-    values. `strict`: the checkpoint must have every parameter and buffer of the model, and no other; without it, what
-    differs is logged. `with_state`: also load optimizer state; otherwise the run's state starts anew. `convert`: allow
-    rounding state to the run's state format. Raises ModelError if the checkpoint is of another model, StoreError if
-    values cannot be read, and ConfigError if state would be rounded and `convert` is False."""
+    """Find the keys of a checkpoint from which a run's values are loaded, and check their shapes and dtypes. Reads no
+    values.
+
+    `strict`: the checkpoint must have every parameter and buffer of the model, and no other; False: log the
+    differences. `with_state`: also load optimizer state; False: the run's state starts anew. `convert`: allow rounding
+    state to the run's state format. Raises ModelError if the checkpoint is of another model, StoreError if values
+    cannot be read, and ConfigError if state would be rounded and `convert` is False."""
     tensors, params, missing = manifest.tensors, dict[str, str](), list[str]()
     for spec in state.specs:
         names = (spec.name, *spec.aliases)  # the checkpoint may have a tied parameter under another of its names
@@ -117,9 +122,9 @@ def match(state: RunState, manifest: TagManifest, *, strict: bool, with_state: b
 
 
 def differences(written_by: Mapping[str, Any], now: Mapping[str, Any]) -> Sequence[str]:
-    """Return a line for each fact, such as torch's version, in which the run that wrote a checkpoint differs from this
-    run, and which may change bits. `written_by`, `now`: the fields of `WrittenBy` for the two runs. The state format is
-    left out, because the loader checks it."""
+    """Compare the run that wrote a checkpoint with this run. Return a line for each difference that may change bits,
+    such as torch's version. `written_by`, `now`: the fields of `WrittenBy` for the two runs. The state format is not
+    compared, because the loader checks it."""
     lines = []
     for name, what in _FACTS.items():
         then, here = written_by.get(name), now.get(name)
@@ -171,7 +176,8 @@ def _check_value(key: str, entry: TensorEntry, shape: tuple[int, ...], dtype: to
 def _match_states(
     view: StateView, manifest: TagManifest, params: Mapping[str, str], convert: bool
 ) -> dict[str, dict[str, Any]]:
-    """Find and check the optimizer state of each parameter. `params`: see `Matched`. Return `Matched.states`."""
+    """Check the optimizer state of each parameter that has some in the checkpoint. `params`: see `Matched`. Return
+    `Matched.states`."""
     tag, written_by = manifest.tag, manifest.written_by
     if manifest.scalars and written_by.rule != view.rule.name:
         raise ModelError(
@@ -213,9 +219,9 @@ def _match_states(
 def _check_arrays(
     view: StateView, manifest: TagManifest, layout: StateLayout, piece: ParamPiece, name: str, kinds: Iterable[str]
 ) -> int:
-    """Check the state arrays of a piece's parameter, and return how many of them would be rounded. `name`: the
-    parameter's name in the checkpoint. `kinds`: all kinds of state arrays in the checkpoint. Raises ModelError if the
-    update rule needs other arrays or shapes."""
+    """Check the state arrays of one parameter, and return how many of them would be rounded. `piece`: a piece of the
+    parameter. `name`: its name in the checkpoint. `kinds`: all kinds of state arrays in the checkpoint. Raises
+    ModelError if the update rule needs other arrays or shapes."""
     tensors, tag, rule = manifest.tensors, manifest.tag, view.rule
     fields = {own.name: own for own in layout.fields(piece)}
     saved = _arrays({kind for kind in kinds if f"{kind}/{name}" in tensors})
@@ -252,8 +258,8 @@ def _check_arrays(
 
 
 def _arrays(kinds: Iterable[str]) -> dict[str, bool]:
-    """Map each kind of state array to whether it holds 8-bit codes, that is whether `kinds` has an array of scales for
-    it. The scales themselves are left out."""
+    """Map each kind of state array to whether it holds 8-bit codes. It does if `kinds` has an array of scales for it.
+    The arrays of scales are left out."""
     own = dict.fromkeys(kinds).keys()  # in order
     return {kind: f"{kind}_scale" in own for kind in own if kind.removesuffix("_scale") not in own - {kind}}
 
@@ -262,9 +268,9 @@ def _arrays(kinds: Iterable[str]) -> dict[str, bool]:
 
 
 class Target(NamedTuple):
-    """Memory to fill with elements of the tensor `key`, from its element `start` on, in memory order. `values`: that
-    memory, 1-D, of any dtype and device. `order`: the dimensions from the slowest to the fastest in memory; None:
-    row-major."""
+    """A request to fill memory with elements of the tensor `key`, from element `start` on. `values`: the memory, 1-D,
+    of any dtype and device. `order`: the order of the elements in it: the dimensions from the slowest to the fastest;
+    None: row-major."""
 
     key: str
     start: int
@@ -274,8 +280,8 @@ class Target(NamedTuple):
 
 @final
 class TensorReader:
-    """Reads tensors of a tag or of an in-place commit. One thread uses it; `close`, or the end of a `with` block,
-    closes it."""
+    """Reads tensors from a tag or an in-place commit. One thread uses it. `close`, or the end of a `with` block, closes
+    it."""
 
     def __init__(self, manifest: TagManifest, records: RecordReader, resources: ExitStack | None = None) -> None:
         """`manifest`: says where each tensor's bytes are. `records`: reads these bytes. `resources`: closed with the
@@ -297,8 +303,8 @@ class TensorReader:
         self._resources.close()
 
     def submit(self, targets: Iterable[Target]) -> Callable[[], None]:
-        """Begin to read into `targets`, and return a function that waits until they are filled. Raises TransferError
-        and StoreError; the returned function raises CorruptionError and TransferError."""
+        """Begin to fill `targets`. Return a function that waits until they are filled. Raises TransferError and
+        StoreError; the returned function raises CorruptionError and TransferError."""
         wanted: list[Wanted] = []
         copies: list[Callable[[], None]] = []
         for target in targets:
@@ -332,12 +338,12 @@ class TensorReader:
         return values
 
     def damage(self) -> list[Broken]:
-        """Read every byte, and return the ranges that differ from what was written."""
+        """Read every byte of the data files, and return the ranges that differ from what was written."""
         return self._records.damage()
 
     def _wanted(self, entry: TensorEntry, start: int, values: torch.Tensor) -> list[Wanted]:
-        """Return the requests that read a tensor's elements from `start` on into `values`: one for each source of each
-        part."""
+        """Return the requests for reading a tensor's elements from `start` on into `values`, one for each source of
+        each part."""
         found, stop, dtype = [], start + values.numel(), torch_dtype(entry.dtype)
         if entry.form == "joined":
             values.zero_()
@@ -362,8 +368,8 @@ class TensorReader:
 def _take(
     into: torch.Tensor, read_dtype: torch.dtype, dtype: torch.dtype, form: str, at: int, memory: memoryview
 ) -> None:
-    """Copy the elements in `memory` to `into`, rounded to `dtype`; without their signs if the form is "magnitude".
-    `at`: the bytes of the request that come before `memory`."""
+    """Copy the elements in `memory` to their place in `into`, rounded to `dtype`, and without signs for the form
+    "magnitude". `at`: the bytes of the request that come before `memory`."""
     values = torch.frombuffer(memory, dtype=read_dtype).to(dtype)
     own = into[at // read_dtype.itemsize :][: values.numel()]
     copy_values(own, values)
@@ -372,14 +378,16 @@ def _take(
 
 
 _SUMMANDS = ((torch.int16, 0), (torch.int16, 16), (torch.float32, 16))
-"""[Note: bf16 and remainder] The bits of a master are the sum of its remainder, its parameter and its mark (the sign of
-the second moment). For each of the three: the dtype in which it is stored, and the bits by which it is shifted."""
+"""A master's bits are the sum of its remainder, its parameter and its mark, which is the sign of the second moment
+([Note: bf16 and remainder]). For each of the three: the dtype in which it is stored, and the bits by which it is
+shifted."""
 
 
 def _add(bits: torch.Tensor, dtype: torch.dtype, shift: int, at: int, memory: memoryview) -> None:
-    """Add one summand of masters ([Note: bf16 and remainder]) to their `bits`, int32: the elements in `memory`, of
-    `dtype`, or the signs of floating point elements, shifted left by `shift` bits. `at`: see `_take`. Adds few elements
-    at once: temporaries stay small, and torch uses the calling thread alone."""
+    """Add one of the three summands of masters (`_SUMMANDS`) to `bits`, the masters as int32. The summand is the
+    elements in `memory`, of `dtype`, shifted left by `shift` bits; of floating-point elements only the signs are used.
+    `at`: see `_take`. Adds few elements at a time, so that temporaries stay small and torch uses the calling thread
+    alone."""
     read = torch.frombuffer(memory, dtype=dtype)
     values, first = read.signbit() if dtype.is_floating_point else read, at // dtype.itemsize
     for start in range(0, values.numel(), _STEP_NUMEL):
@@ -388,7 +396,8 @@ def _add(bits: torch.Tensor, dtype: torch.dtype, shift: int, at: int, memory: me
 
 
 def _permute(whole: torch.Tensor, entry: TensorEntry, target: Target) -> None:
-    """Fill a target from `whole`, all elements of the target's tensor, in the memory order of its entry."""
+    """Fill a target whose memory order differs from the checkpoint's. `whole`: all elements of the tensor, in the
+    checkpoint's memory order."""
     dims = range(len(entry.shape))
     values = whole.view(entry.memory_shape)
     if entry.order is not None:
@@ -398,8 +407,8 @@ def _permute(whole: torch.Tensor, entry: TensorEntry, target: Target) -> None:
 
 
 def copy_values(into: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy `values` to `into`, of the same shape. Contiguous CPU memory is copied on this thread alone:
-    `torch.Tensor.copy_` shares even 2 MiB among all of PyTorch's threads and waits for them, which on busy processors
+    """Copy `values` to `into`, of the same shape. Contiguous CPU memory is copied on this thread alone.
+    `torch.Tensor.copy_` divides even 2 MiB among all of PyTorch's threads and waits for them: on busy processors this
     took 2.5 times as long, and for 4 MiB up to 10 times."""
     plain = into.is_contiguous() and values.is_contiguous() and into.is_cpu and values.is_cpu
     if plain and into.dtype == values.dtype:
@@ -420,8 +429,8 @@ class StateLoader:
     """Writes the values of a checkpoint to a run, sub-group by sub-group. Called on the driver thread, while no update
     runs and no state is read ahead.
 
-    The next sub-groups are read while one is completed. Masters and state are read straight into their homes in memory,
-    or into a staging buffer. Parameters with a master are not read: they are the masters, rounded."""
+    While one sub-group is completed, the next ones are read. Masters and state are read straight into their homes in
+    memory, or into a staging buffer. Parameters with a master are not read: they are the masters, rounded."""
 
     def __init__(self, state: RunState, reader: TensorReader, matched: Matched) -> None:
         self._state = state
@@ -430,9 +439,9 @@ class StateLoader:
         self._reader = reader
         self._matched = matched
         self._num_converted = 0
-        """The number of begun sub-groups that take memory in addition to their state."""
+        """The number of sub-groups being read that need a conversion (see `_CONVERTED_AHEAD`)."""
         self._joined: list[torch.Tensor] = []
-        """Memory for masters that are stored as remainders, which the next sub-group may use."""
+        """Free memory for masters that are stored as remainders; the next sub-group may use it."""
 
     def load(self) -> None:
         """Load everything. If this raises, some values are new and some old. Raises CorruptionError, StoreError,
@@ -448,7 +457,7 @@ class StateLoader:
                 buffer.copy_(value)
 
     def _keeps_values(self, units: Iterable[Unit]) -> bool:
-        """Return whether the checkpoint lacks a parameter of these units."""
+        """Return whether a parameter of these units is not in the checkpoint, and so keeps its value."""
         return any(
             entry.param.numel and entry.param.name not in self._matched.params
             for unit in units
@@ -458,8 +467,8 @@ class StateLoader:
     # -- masters and state ---------------------------------------------------------------------------------------------
 
     def _begin(self, layout: StateLayout) -> tuple[SubGroupWork, Callable[[], None]] | None:
-        """Begin to read a sub-group's values. Return its work and a function that waits for the values and begins to
-        write them; None while no staging buffer is free, or too many sub-groups take additional memory."""
+        """Begin to read a sub-group's values. Return its work, and a function that waits for the values and begins to
+        write them. Return None while no staging buffer is free, or while too many sub-groups need a conversion."""
         if self._num_converted == _CONVERTED_AHEAD:
             return None
         io, has_state = self._io, self._view.scalars.has_state(layout)
@@ -475,7 +484,7 @@ class StateLoader:
             stepped = [piece for piece in layout.subgroup.pieces if piece.param.name in self._matched.states]
             layout.clear(work.raw, stepped)
             targets, conversions = self._state_targets(layout, work.raw, stepped)
-            for param, start, (first, last) in placed:  # even those in no param group: they follow their masters
+            for param, start, (first, last) in placed:  # those in no param group too: they have masters
                 if (key := self._matched.params.get(param.name)) is not None:
                     targets.append(Target(key, start, masters[first:last], param.order))
             wait = self._reader.submit(targets)
@@ -495,8 +504,8 @@ class StateLoader:
         return work, end
 
     def _end(self, work: SubGroupWork, masters: torch.Tensor, stepped: Sequence[ParamPiece]) -> None:
-        """Compute parameters and new state of a sub-group from the masters that were read, and begin to write them.
-        `stepped`: the pieces whose state was loaded."""
+        """Finish a sub-group after its masters and state were read: compute its parameters, initialize missing state,
+        and begin to write. `stepped`: the pieces whose state was loaded."""
         layout = work.layout
         for segment, out in zip(layout.subgroup.segments, work.outs, strict=True):
             own = masters[segment.start : segment.stop]
@@ -519,9 +528,8 @@ class StateLoader:
         self, layout: StateLayout, work: SubGroupWork, keeps: bool, filled: Sequence[tuple[int, int]]
     ) -> torch.Tensor:
         """Return memory for a sub-group's masters, [numel] fp32: the slot itself or, if masters are stored as
-        remainders, an array of its own. `filled`: the ranges that hold parameters; in the slot, the elements outside of
-        them are set to zero. `keeps`: the array starts with the present values, for parameters that the checkpoint
-        lacks; otherwise with zeros."""
+        remainders, an array of its own. `filled`: the ranges of parameters; other elements of the slot are set to zero.
+        `keeps`: fill the array with the present values, for parameters that the checkpoint lacks; False: with zeros."""
         numel, device = layout.subgroup.numel, work.raw.device
         if not layout.masters.needs_params:
             masters = layout.master(work.raw)
@@ -539,8 +547,8 @@ class StateLoader:
     def _state_targets(
         self, layout: StateLayout, raw: torch.Tensor, stepped: Sequence[ParamPiece]
     ) -> tuple[list[Target], list[Callable[[], object]]]:
-        """Return the targets for the state of the pieces `stepped`, in the slot's bytes `raw`, and the conversions to
-        run once the targets are filled, for state that was saved in another format."""
+        """Return the targets for reading the state of the pieces `stepped` into the slot's bytes `raw`. Also return the
+        functions that convert state which was saved in another format; call them once the targets are filled."""
         elementwise, tensors = self._view.rule.elementwise, self._reader.manifest.tensors
         targets: list[Target] = []
         conversions: list[Callable[[], object]] = []
@@ -573,7 +581,7 @@ class StateLoader:
     # -- parameters without a master -----------------------------------------------------------------------------------
 
     def _load_unit(self, unit: Unit) -> None:
-        """Write the parameters of a unit that no update writes to every home that the unit has."""
+        """Load a unit that no update writes: write its parameters to each of its homes."""
         inventory = self._state.inventory
         homes = [home for kind in ("param", "param_back") if (home := inventory.find(unit, kind)) is not None]
         if inventory.find(unit, "param") is None:
@@ -586,7 +594,7 @@ class StateLoader:
                 self._load_windows(unit, home)
 
     def _load_windows(self, unit: Unit, home: Home) -> None:
-        """Write a unit whose home is on nvme in the pieces in which it was first written: a checksum then covers each
+        """Write a unit to its home on nvme in the pieces in which it was first written: a checksum then covers each
         piece whole."""
         staging = self._state.param_staging
         assert staging is not None, "a tier without views is planned with staging buffers"
@@ -613,8 +621,8 @@ class StateLoader:
 
 
 def _params_of(layout: StateLayout) -> list[tuple[ParamSpec, int, tuple[int, int]]]:
-    """Return each parameter that has elements in a sub-group, the first of these elements, and their range in the
-    sub-group."""
+    """Return each parameter with elements in a sub-group: the parameter, the first of these elements, and their range
+    in the sub-group."""
     found = []
     for segment in layout.subgroup.segments:
         before = segment.start - segment.unit_start

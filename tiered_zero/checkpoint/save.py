@@ -45,8 +45,8 @@ from tiered_zero.version import __version__
 logger = logging.getLogger("tiered_zero")
 
 _MOST_COPIED_NBYTES = 64 * MIB
-"""The most bytes of units on the device that an asynchronous save copies before it returns. If there are more, none is
-copied, and the save returns once it is written."""
+"""The most bytes of units on the device that an asynchronous save copies before it returns. If there are more, nothing
+is copied, and the save returns once all is written."""
 
 
 def written_by(rule: UpdateRule, config: Config, runtime: Runtime) -> dict[str, Any]:
@@ -65,12 +65,12 @@ def written_by(rule: UpdateRule, config: Config, runtime: Runtime) -> dict[str, 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Capture:
-    """Copies of what a script may change while a save is written. Made on the driver thread; any thread may write them.
+    """Copies of what a script may change while a save is written. Made on the driver thread; written on any thread.
 
     `fields`: fields of the manifest. `needed_nbytes`: the most bytes of data that this rank will write. `buffers`:
     copies of the model's buffers, by name. `params`: unit index -> a copy of a unit that lives on the device.
-    `may_return`: whether everything that a script may change is copied. `with_frozen`: whether frozen parameters are
-    saved."""
+    `may_return`: whether everything that a script may change is copied. `with_frozen`: save frozen parameters too.
+    `save_latest`: write the tag's name to the file `latest`."""
 
     fields: Mapping[str, Any]
     needed_nbytes: int
@@ -109,9 +109,9 @@ class Capture:
         scalars: Scalars,
         free: Callable[[int], None] = lambda subgroup: None,
     ) -> Share:
-        """Write what this rank saves, begin to make it durable, and return the rank's share of the manifest. `ready`: a
-        transfer that completes when the device has computed all that is saved. `free`: called with the index of each
-        sub-group once the save no longer reads its bytes."""
+        """Write this rank's data, and begin to make it durable. Return the rank's share of the manifest. `ready`:
+        completes when the device has computed all that is saved. `free`: called with the index of each sub-group once
+        the save no longer reads its bytes."""
         ready.wait()
         tensors, records = list_tensors(
             state, copied_places(scalars), scalars, self.buffers.items(), with_frozen=self.with_frozen
@@ -127,29 +127,30 @@ class Capture:
         )
 
     def publish(self, tag: TagWriter, shares: Sequence[Share]) -> None:
-        """Join the shares of all ranks and give the tag its name. All data is durable before the call, except this
-        rank's last writes."""
+        """Join the shares of all ranks, and publish the tag. The caller has made all data durable, except the last
+        writes of this rank, which this call makes durable."""
         driver = join_states(self.fields["driver"], [share.driver for share in shares])
         tag.publish({**self.fields, "driver": driver}, shares, save_latest=self.save_latest)
 
 
 @final
 class AsyncSave:
-    """Writes a save during training, one at a time. Called on the driver thread. Holds no reference that leads to the
-    engine, because the end of the run waits for the save."""
+    """Writes saves during training, one at a time. Called on the driver thread. Holds no reference to the engine: the
+    end of the run waits for the save and so holds this object, which must not keep the engine alive."""
 
     def __init__(self) -> None:
         self.tag: TagWriter | None = None
         """The tag of the save under way; None if there is none."""
         self._cut: Transfer = COMPLETED
-        """Completes once the save has begun between two updates; carries the error of an update that failed before."""
+        """Completes once the save has begun, between two updates. Carries the error of an update that failed before
+        that."""
         self._end = Completion()
         """Completes when the tag is published or discarded; carries the error of the save."""
 
     def start(self, state: RunState, policy: UpdatePolicy, tag: TagWriter, capture: Capture, ready: Transfer) -> None:
-        """Begin the save when the update under way has ended. Return once everything that a script may change is copied
-        or written. Later updates wait for the save only before they change a sub-group that is not written yet.
-        `ready`: see `Capture.write`."""
+        """Begin a save as soon as the update under way has ended. Return once everything that a script may change is
+        copied or written. A later update waits only before it changes a sub-group that is not written yet. `ready`: see
+        `Capture.write`."""
         end = Completion()
         try:
             cut = policy.at_cut(partial(_begin_during_training, state, tag, capture, ready, end))
@@ -161,8 +162,8 @@ class AsyncSave:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the save under way, if there is one. Raises the error of that save, once. If an update failed before
-        the save could begin, discard the tag and only log that: the engine raises the update's error."""
+        """Wait for the save under way, if there is one, and raise its error, once. If an update failed before the save
+        could begin, only discard the tag and log that: the engine raises the update's error."""
         tag, end = self.tag, self._end
         if tag is None:
             return
@@ -179,8 +180,8 @@ class AsyncSave:
 
 
 def _begin_during_training(state: RunState, tag: TagWriter, capture: Capture, ready: Transfer, end: Completion) -> None:
-    """Start to write the tag on the lane `save`. Called between two updates, on the thread that runs them. `end`:
-    completes when the tag is published, and carries the save's error."""
+    """Start to write and publish the tag on the lane `save`. Called between two updates, on the thread that runs them.
+    `end`: completes when the tag is published, and carries the save's error."""
     held, read = {layout.subgroup.index: Completion() for layout in state.view.layouts}, Completion()
 
     def write() -> None:
@@ -211,8 +212,8 @@ def _begin_during_training(state: RunState, tag: TagWriter, capture: Capture, re
 
 
 SCRATCH_NBYTES = MIB
-"""The size of a scratch buffer, through which data without the alignment of a file is copied: one checksum chunk of a
-record."""
+"""The size of a scratch buffer: one checksum chunk of a record. Bytes that are not page-aligned are copied to such
+buffers before they are written."""
 
 NUM_SCRATCH = 8
 
@@ -220,8 +221,8 @@ NUM_SCRATCH = 8
 @final
 class StateSaver:
     """Writes everything that this rank saves, once. One thread uses it. `scalars`: the scalars of the state to save,
-    such as step counts. `free`: called with the index of each sub-group that an update may change again. Nothing else
-    that is saved may change before the save ends."""
+    such as step counts. `free`: called with the index of each sub-group once an update may change it again. Everything
+    else that is saved must stay unchanged until the save ends."""
 
     def __init__(self, state: RunState, scalars: Scalars, writer: RecordWriter, free: Callable[[int], None]) -> None:
         self._state = state
@@ -234,12 +235,12 @@ class StateSaver:
         starts = range(0, len(memory), SCRATCH_NBYTES)
         self._scratch = [memory[start : start + SCRATCH_NBYTES] for start in starts]
         self._in_flight: deque[tuple[Transfer, memoryview | None]] = deque()
-        """Transfers under way, each with the scratch buffer that becomes free with it, if it has one."""
+        """Transfers under way, each with the scratch buffer that is free after it, or None."""
 
     def save(self, buffers: Mapping[str, torch.Tensor], params: Mapping[int, torch.Tensor], with_frozen: bool) -> None:
-        """Write everything and wait for it. `buffers`: the model's buffers on the CPU, by name. `params`: unit index ->
-        a copy of a unit on the device; units without a copy are read themselves. Raises the first error, once nothing
-        uses the run's memory."""
+        """Write everything, and wait for it. `buffers`: the model's buffers on the CPU, by name. `params`: unit index
+        -> a copy of a unit on the device; other units are read from their homes or the device. Raises the first error,
+        once nothing uses the run's memory."""
         try:
             layouts = self._state.own_layouts
             run_ahead(self._io, layouts, self._begin, lambda work: self._free(work.layout.subgroup.index))
@@ -283,8 +284,8 @@ class StateSaver:
     # -- parameters without a master, and buffers ----------------------------------------------------------------------
 
     def _send_unit(self, unit: Unit, copied: torch.Tensor | None) -> None:
-        """Write what this rank has of a unit that no update writes. `copied`: a copy of a unit on the device; None:
-        read the unit."""
+        """Write a unit that no update writes, or this rank's shard of it. `copied`: a copy of a unit on the device;
+        None: read the unit."""
         name, home = self._places.unit(unit).name, self._state.inventory.find(unit, "param")
         if home is None:
             self._send(name, as_bytes(self._state.param_flat(unit) if copied is None else copied))
@@ -294,7 +295,7 @@ class StateSaver:
             self._in_flight += [(written, None) for written in self._send(name, raw[: home.slot.nbytes])]
 
     def _windows(self, unit: Unit) -> Iterator[torch.Tensor]:
-        """Yield the bytes of a unit on nvme in the pieces in which they were written: only whole pieces can be
+        """Yield the bytes of a unit on nvme, in the pieces in which they were written: only whole pieces can be
         verified."""
         home, staging = self._state.inventory.home(unit, "param"), self._state.param_staging
         assert staging is not None, "a tier without views is planned with staging buffers"
@@ -316,15 +317,16 @@ class StateSaver:
         self._send_copied("buffers", parts())
 
     def _send(self, name: str, part: torch.Tensor) -> list[Transfer]:
-        """Append `part` to the record `name`. Return the transfers that still read `part`; none if its alignment or
-        device required a copy."""
+        """Append `part` to the record `name`. Return the transfers that still read `part`; an empty list if `part` was
+        copied first, because it is not page-aligned or not on the CPU."""
         if part.is_cpu and part.data_ptr() % PAGE_NBYTES == 0 and part.numel() % PAGE_NBYTES == 0:
             return [self._writer.append(name, part.numpy().data)]
         self._send_copied(name, [part])
         return []
 
     def _send_copied(self, name: str, parts: Iterable[torch.Tensor]) -> None:
-        """Append bytes from any memory to the record `name`, through scratch buffers."""
+        """Append `parts` to the record `name` through scratch buffers. They may be on any device, with any
+        alignment."""
         buffer, filled = self._free_scratch(), 0
         for part in parts:
             at = 0
@@ -356,7 +358,7 @@ class StateSaver:
 
 
 def needed_nbytes(state: RunState, buffers: Iterable[torch.Tensor], with_frozen: bool) -> int:
-    """Return the most bytes that this rank's records take."""
+    """Return the most bytes that this rank's records take in a full save."""
     slots = sum(layout.nbytes for layout in state.own_layouts)
     segments = (one for layout in state.own_layouts if layout.masters.needs_params for one in layout.subgroup.segments)
     units = sum(own.nbytes for own in state.saved_units(with_frozen))

@@ -1,8 +1,8 @@
-"""Find, open and prune tags: judge whether each is whole, choose the one that a load takes, return a reader for it.
+"""Find, open and prune tags: judge whether a tag is whole, choose the tag that a load takes, return a reader for it.
 
 A tag is a directory that got its name once all of it was durable (tag_writer.py). `look_at` judges one directory:
-whole, or why not; listing, finding and opening use it. A tag of an in-place commit is a pointer, which leads to the
-newest commit of its run; a load that names the tag refuses any other commit than the tag's own."""
+whole, or why not; listing, finding and opening call it. A tag of an in-place commit is a pointer: it leads to the
+newest commit of its run. A load that names such a tag is refused if the run has committed again since."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ logger = logging.getLogger("tiered_zero")
 
 
 def tag_path(save_dir: str | os.PathLike[str], tag: str) -> Path:
-    """Return the path of the tag, or, if a writer died while it replaced the tag, of the hidden directory that holds
-    the old one. Raises StoreError for a bad tag."""
+    """Return the path of a tag. If a writer died while it replaced the tag, this is the hidden directory that holds the
+    old one. Raises StoreError for a bad tag."""
     path = Path(save_dir) / check_tag(tag)
     if not os.path.lexists(path):
         for name in _names(Path(save_dir)):
@@ -70,8 +70,8 @@ def tag_path(save_dir: str | os.PathLike[str], tag: str) -> Path:
 
 
 def _visible_tag(name: str, names: Sequence[str]) -> str | None:
-    """Return the tag that the directory `name` has or will have; None if it is no tag. `names`: all names next to
-    it."""
+    """Return the tag to which the directory `name` belongs, even if it is hidden; None if it belongs to none. `names`:
+    all names in the save directory."""
     if (old := hidden_tag(OLD, name)) is not None:
         return None if old in names else old
     if (temporary := hidden_tag(TEMPORARY, name)) is not None:
@@ -83,11 +83,12 @@ def _visible_tag(name: str, names: Sequence[str]) -> str | None:
 
 
 COMMIT_ID: Final = "commit_id"
-"""The key of a commit's id, in the metadata of all stores and in the tag. Rank 0 draws the id, because two commits may
-have the same step."""
+"""The metadata key of a commit's id, in all its stores (sets of swap files). Rank 0 draws the id: a step would not do,
+because two commits may have the same."""
 
 DECIDED_BY: Final = "decided_by"
-"""The key, in the metadata of the other stores, of the `StoreLocation` of the store that decides."""
+"""The metadata key of the `StoreLocation` of the store that decides a commit. Only the commit's other stores have
+it."""
 
 ON_ITS_HOST: Final = (
     "Resume an in-place commit with the same number of ranks, each on the host that has its part (torchrun "
@@ -98,7 +99,7 @@ ON_ITS_HOST: Final = (
 @final
 class Commit(StrictModel):
     """A run's newest commit: the metadata of the store (set of swap files) that decides it. `checkpoint`: the manifest
-    of all ranks; its records lie in `stores`, and its step is the one that these hold. `ranks`: each rank's part."""
+    for all ranks; its records lie in `stores`. `ranks`: each rank's part."""
 
     commit_id: str
     checkpoint: TagManifest
@@ -116,14 +117,14 @@ class Commit(StrictModel):
 
     @classmethod
     def decode(cls, path: Path, metadata: Any) -> Commit:
-        """Build a commit from what `read_metadata` has returned, possibly on another rank. Raises StoreError."""
+        """Build a commit from the result of `read_metadata`, which may come from another rank. Raises StoreError."""
         with refused(path):
             return cls.model_validate_json(to_json(metadata))
 
 
 @contextmanager
 def refused(path: Path) -> Iterator[None]:
-    """Turn a ValueError in the block into a StoreError, which says that `path` holds no commit of a run."""
+    """Turn a ValueError in the block into a StoreError that says: `path` holds no commit of a run."""
     try:
         yield
     except ValueError as error:
@@ -132,7 +133,7 @@ def refused(path: Path) -> Iterator[None]:
 
 
 def read_metadata(path: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the first directory of the store that decided a run's newest commit, and the commit's metadata. `path`:
+    """Find the store that decided a run's newest commit. Return its first directory and the commit's metadata. `path`:
     the first directory of any store of the run. Raises StoreError."""
     committed = _committed(path)
     if DECIDED_BY in committed.metadata:
@@ -151,7 +152,7 @@ def read_metadata(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def find_missing(committed: Manifest) -> str:
-    """Return a text that names the part of a commit that is missing on this host; "" if none is. `committed`: the
+    """Return a text that names a part of a commit that is missing on this host; "" if none is missing. `committed`: the
     manifest of the store that decided the commit. Raises StoreError."""
     own = {COMMIT_ID: committed.metadata.get(COMMIT_ID)}
     for store in (store for part in _parts(committed, Path(MANIFEST_NAME)) for store in part.stores):
@@ -175,7 +176,7 @@ def owner_of(path: Path, which: str = "") -> Owner:
 
 
 def _committed(path: Path) -> Manifest:
-    """Return the committed state in `path`. Raises StoreError if there is none."""
+    """Return the manifest of the committed state in `path`. Raises StoreError if there is none."""
     committed, _ = load_manifests(path)
     if committed is None:
         raise StoreError(f"{path} holds no committed state: its run ended before its first commit, or has none.")
@@ -183,8 +184,8 @@ def _committed(path: Path) -> Manifest:
 
 
 def _parts(committed: Manifest, path: Path) -> list[RankPart]:
-    """Return the parts of all ranks from a manifest's metadata; none if its store does not decide commits. Raises
-    StoreError."""
+    """Return the parts of all ranks from a manifest's metadata; an empty list if the manifest's store does not decide
+    commits. Raises StoreError."""
     ranks = committed.metadata.get("ranks")
     with refused(path):
         return [RankPart.model_validate(part) for part in (ranks if isinstance(ranks, list) else ())]
@@ -196,13 +197,12 @@ def _parts(committed: Manifest, path: Path) -> list[RankPart]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class TagInfo:
-    """What `look_at` finds out about one tag of a save directory. `complete`: whether it can be loaded. `reason`: why
-    not, or "". `nbytes`: the disk blocks that it takes, in bytes.
+    """What `look_at` finds out about one tag. `complete`: whether it can be loaded. `reason`: why not, or "". `nbytes`:
+    bytes of the disk blocks that it takes. `is_foreign`: it is another program's checkpoint.
 
     `step`, `kind`, `written_by`, `created_s` (seconds since the epoch): None, "" and 0.0 without a manifest. For an
     in-place commit, `run_id`, `commit_id`: the ids of its run and of the commit; `swap`: the directory that holds the
-    run's newest commit, if it is there; `held_id`: the id of that newest commit. `is_foreign`: it is another program's
-    checkpoint."""
+    run's newest commit, if it is there; `held_id`: the id of that newest commit."""
 
     tag: str
     path: Path
@@ -221,13 +221,13 @@ class TagInfo:
 
     @property
     def is_superseded(self) -> bool:
-        """Whether its run has committed in place again and holds only the newer commit."""
+        """Whether the tag's commit is gone, because its run has committed in place again."""
         return self.held_id is not None and self.held_id != self.commit_id
 
 
 _PLAIN_MANIFEST_NBYTES: Final = 32 * MIB
-"""The size up to which any manifest is read. A larger one needs data next to it: decoding takes some twenty times the
-bytes of a manifest's text."""
+"""The size up to which a manifest is always read. A larger one is read only if the tag's files are large too: to decode
+a manifest takes some twenty times its bytes of memory, and the file may be hostile."""
 
 _NO_CHECKPOINT: Final = f"it is not a checkpoint: it has no {MANIFEST_NAME}"
 _LOST: Final = f"a checkpoint that has lost its {MANIFEST_NAME}, without which its data cannot be read. Take another"
@@ -249,18 +249,18 @@ _FOREIGN: Final = {
         "a directory of exported weights (safetensors), without optimizer state. Load it with from_pretrained"
     ),
 }
-"""Patterns of file names -> whose checkpoint has them, and what to do. The first match counts."""
+"""Pattern of a file name -> whose checkpoint has such files, and what to do. The first match counts."""
 
 
 def _foreign(names: Iterable[str]) -> str:
-    """Name the other program whose checkpoint has these files; "" if none is known."""
+    """Return the text of `_FOREIGN` for a directory with these files; "" if no pattern matches."""
     found = (what for pattern, what in _FOREIGN.items() if any(re.fullmatch(pattern, name) for name in names))
     return next(found, "")
 
 
 def look_at(path: Path, tag: str = "") -> tuple[TagInfo, TagManifest | None]:
-    """Judge one tag's directory. Return the result and the tag's manifest, or None if it has none that can be read;
-    data is not read. `tag`: the tag's name, if the directory has another one."""
+    """Judge one tag's directory without reading its data. Return the result, and the tag's manifest, or None if it has
+    none that can be read. `tag`: the tag's name, if the directory has another one."""
     info = TagInfo(tag=tag or path.name, path=path)
     manifest = None
     try:
@@ -298,7 +298,7 @@ def look_at(path: Path, tag: str = "") -> tuple[TagInfo, TagManifest | None]:
 
 
 def _wrong_file(dir_fd: int, name: str, nbytes: int) -> str:
-    """Return what is wrong with a data file, without opening it; "" if nothing."""
+    """Return what is wrong with the data file `name`, which is not opened; "" if it has `nbytes` bytes."""
     try:
         status = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
     except FileNotFoundError:
@@ -309,8 +309,8 @@ def _wrong_file(dir_fd: int, name: str, nbytes: int) -> str:
 
 
 def _follow(info: TagInfo, manifest: TagManifest) -> TagInfo:
-    """Look up which commit the run of a pointer now holds, and add it to `info`. The pointer is complete if that commit
-    is the one that its manifest names."""
+    """Look up the commit that the run of a pointer holds now, and add it to `info`. The pointer is complete if this is
+    the commit that its manifest names."""
     assert manifest.swap is not None, "a tag of an in-place commit"
     first = manifest.swap.first
     info = replace(info, run_id=manifest.swap.run_id, commit_id=manifest.swap.commit_id)
@@ -333,8 +333,8 @@ def _follow(info: TagInfo, manifest: TagManifest) -> TagInfo:
 
 
 def read_manifest(tag_dir: str | os.PathLike[str], tag: str = "") -> TagManifest:
-    """Return the manifest of a whole tag: all its files exist and have their sizes. Checksums are compared by
-    `find_damage` and when data is read. Raises StoreError, with the reason, for anything else."""
+    """Return the manifest of a tag, and check that all its files exist and have their sizes. Checksums are compared
+    later: by `find_damage`, and when data is read. Raises StoreError, with the reason, if the tag cannot be loaded."""
     info, manifest = look_at(Path(tag_dir), tag)
     if manifest is None or not info.complete:
         raise StoreError(f"{info.path} cannot be loaded: {info.reason}.")
@@ -345,8 +345,8 @@ def read_manifest(tag_dir: str | os.PathLike[str], tag: str = "") -> TagManifest
 
 
 def list_tags(save_dir: str | os.PathLike[str]) -> list[TagInfo]:
-    """Return all tags, oldest first, including damaged and unfinished ones and other programs' checkpoints, each with
-    the reason why it cannot be loaded. Raises StoreError if the directory cannot be read."""
+    """Return all tags of a save directory, oldest first. Damaged and unfinished ones and other programs' checkpoints
+    are included, each with the reason why it cannot be loaded. Raises StoreError if the directory cannot be read."""
     path = Path(save_dir)
     names = _names(path)
     infos = []
@@ -368,7 +368,7 @@ def _age(info: TagInfo) -> tuple[int, float, str]:
 
 
 def read_latest(save_dir: str | os.PathLike[str]) -> str | None:
-    """Return the tag that `latest` names; None if there is no such file. Raises StoreError for a bad one."""
+    """Return the tag that the file `latest` names; None if there is no such file. Raises StoreError for a bad one."""
     path = Path(os.path.realpath(save_dir))
     try:
         with open_directory(path) as fd:
@@ -381,8 +381,8 @@ def read_latest(save_dir: str | os.PathLike[str]) -> str | None:
 
 
 def nothing_to_load(load_dir: str | os.PathLike[str]) -> str:
-    """Return why a run that resumes from `load_dir` begins at step 0: the directory is missing or empty, or its first
-    save was never completed. Return "" for any other directory, which is then loaded or refused. Raises StoreError."""
+    """Return why there is nothing to load in `load_dir`, so that a run begins at step 0: the directory is missing or
+    empty, or its first save was never completed. Return "" for any other directory. Raises StoreError."""
     path = Path(load_dir)
     if not os.path.lexists(path):
         return "it does not exist"
@@ -394,15 +394,15 @@ def nothing_to_load(load_dir: str | os.PathLike[str]) -> str:
 
 
 def is_unused(save_dir: str | os.PathLike[str]) -> bool:
-    """Return whether the directory exists and holds only the lock file and the remains of unfinished saves. Raises
+    """Return whether the directory exists and holds at most the lock file and remains of unfinished saves. Raises
     StoreError."""
     path, ours = Path(save_dir), (LOCK_NAME, "lost+found")
     return path.is_dir() and all(name in ours or hidden_tag(TEMPORARY, name) is not None for name in _names(path))
 
 
 def _content(path: Path) -> list[str]:
-    """Return the names in `path`, without those that may be there before a run's first save: hidden files, lost+found,
-    runs' swap directories."""
+    """Return the names in `path` except those that may exist before a run's first save: hidden files, lost+found, runs'
+    swap directories."""
     shown = (TEMPORARY, OLD, ".metadata")
     names = [name for name in _names(path) if name != "lost+found" and (name[0] != "." or name.startswith(shown))]
     return [name for name in names if not os.path.lexists(path / name / OWNER_NAME)]
@@ -429,8 +429,8 @@ def _names(save_dir: Path) -> list[str]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class FoundCheckpoint:
-    """A checkpoint that was found. `path`: the tag's directory, or the swap directory that was named. `swap`: for an
-    in-place commit, the first swap directory of the run that holds it. `lines`: lines for the log. `manifest`: the
+    """A checkpoint that was found. `path`: the tag's directory, or a swap directory if the user named one. `swap`: for
+    an in-place commit, the first swap directory of the run that holds it. `lines`: lines for the log. `manifest`: the
     tag's manifest, if it was just read."""
 
     path: Path
@@ -440,12 +440,12 @@ class FoundCheckpoint:
 
 
 def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -> FoundCheckpoint:
-    """Find the checkpoint in `directory`, which is a run's swap directory, one tag, or holds many tags: then `tag` or
-    the newest is taken.
+    """Find the checkpoint to load. `directory`: a run's swap directory, one tag, or a save directory with many tags.
 
-    A given `tag` is taken or refused. Otherwise the candidates are the tag that `latest` names, then all from the
-    newest to the oldest. The first candidate is taken that is complete, or a pointer whose run holds a commit ([Note:
-    In-place commits] has the crash that leaves such a pointer). Raises StoreError, with the tags that were skipped."""
+    With `tag`, return that tag or raise. Without it, take the first candidate in a save directory that is complete, or
+    that is a pointer whose run holds a commit ([Note: In-place commits] has the crash that leaves such a pointer). The
+    candidates are the tag that `latest` names, then all from the newest to the oldest. Raises StoreError, with the tags
+    that were skipped."""
     path = Path(os.path.abspath(directory))
     if tag is not None:
         return _take_named(path, tag)
@@ -478,7 +478,7 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -
 
 
 def _take_named(path: Path, tag: str) -> FoundCheckpoint:
-    """Return the tag that the user named. Raises StoreError unless it is complete."""
+    """Return the tag that the user has named. Raises StoreError if it is not complete."""
     place = tag_path(path, tag)
     if not os.path.lexists(place):
         complete = [info.tag for info in list_tags(path) if info.complete]
@@ -489,7 +489,7 @@ def _take_named(path: Path, tag: str) -> FoundCheckpoint:
 
 
 def _take(info: TagInfo, manifest: TagManifest | None = None) -> FoundCheckpoint | None:
-    """Return the checkpoint to which the tag leads; None if it leads to none."""
+    """Return the checkpoint to which a tag leads; None if it leads to none."""
     if not info.complete and info.swap is None:
         return None
     lines = (f"{info.path} leads to {info.swap}, which is loaded: {info.reason}.",) if info.is_superseded else ()
@@ -497,7 +497,7 @@ def _take(info: TagInfo, manifest: TagManifest | None = None) -> FoundCheckpoint
 
 
 def _skipped(tags: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return a line for each reason, with its tags from the newest to the oldest. `tags`: reason -> tags."""
+    """Return a line for each reason. `tags`: reason -> its tags, from the newest to the oldest."""
     return [
         f"Skipped {own[0]}{f' and {len(own) - 1} before it' if len(own) > 1 else ''}: {reason}."
         for reason, own in tags.items()
@@ -531,7 +531,7 @@ def open_reader(found: FoundCheckpoint, own_runs: Container[str] = ()) -> Tensor
 def open_tag(
     tag_dir: str | os.PathLike[str], engine: IOEngine | None = None, manifest: TagManifest | None = None
 ) -> TensorReader:
-    """Open a tag of a full save. `engine`: moves the bytes; None: choose one by reading the files. `manifest`: the
+    """Open a tag of a full save. `engine`: reads the files; None: choose one by trying it on the files. `manifest`: the
     tag's manifest, if it was just read. Raises StoreError."""
     path = Path(tag_dir)
     manifest = manifest or read_manifest(path)
@@ -543,8 +543,8 @@ def open_tag(
 
 
 def find_damage(tag_dir: str | os.PathLike[str]) -> list[str]:
-    """Read every byte of a tag, or of the commit to which it points, in the stores of all ranks, and return a text for
-    each fault. A live run may commit at the same time."""
+    """Read every byte of a tag, or of the commit to which it points, in the stores of all ranks. Return a text for each
+    fault. A live run may commit at the same time."""
     try:
         manifest = read_manifest(tag_dir)
         if manifest.swap is None:
@@ -563,8 +563,8 @@ def open_commit(
 ) -> TensorReader:
     """Open the newest commit of a run, in the swap directories of all its ranks. `path`: any of these directories.
     `own_runs`: ids of the calling run's own stores (sets of swap files), which must not commit while the reader is
-    open. Raises StoreError if nothing is committed, if a part is damaged or missing on this host, or if another run
-    that is alive owns the directories."""
+    open. Raises StoreError if nothing is committed, a part is damaged or missing on this host, or another live run owns
+    the directories."""
     commit = Commit.read(Path(owner_of(Path(path)).paths[0]))
     with ExitStack() as resources:
         stores = open_stores(commit.stores, commit, resources, own_runs)
@@ -578,8 +578,8 @@ def open_commit(
 def open_stores(
     locations: Sequence[StoreLocation], commit: Commit, resources: ExitStack, own_runs: Container[str] = ()
 ) -> list[RecordFiles]:
-    """Open the data files of `commit` at `locations`, and keep other processes from adopting them until `resources` is
-    closed. `own_runs`: see `open_commit`. Raises StoreError."""
+    """Return the data files of `commit` at `locations`, checked and locked: until `resources` is closed, no other
+    process can adopt them. `own_runs`: see `open_commit`. Raises StoreError."""
     found, step = [], commit.checkpoint.step
     for location in locations:
         paths = [Path(path) for path in location.paths]
@@ -596,8 +596,8 @@ def open_stores(
 
 
 def _lock(path: Path, owner: Owner, resources: ExitStack, own_runs: Container[str]) -> None:
-    """Keep other processes from adopting the directory while it is read, until `resources` is closed. Raises StoreError
-    if its owner lives and is not among `own_runs`."""
+    """Take a shared lock on a swap directory: until `resources` is closed, no other process can adopt it. Raises
+    StoreError if its owner is alive and is not among `own_runs`."""
     try:
         fd = open_of_owner(path / OWNER_NAME)
         resources.callback(fd.close)
@@ -618,9 +618,11 @@ def _lock(path: Path, owner: Owner, resources: ExitStack, own_runs: Container[st
 
 def prune(save_dir: str | os.PathLike[str], keep: int, *, dry_run: bool = False) -> list[TagInfo]:
     """Remove all whole tags except the newest `keep`, and pointers whose run has committed again in place. Return the
-    removed ones, or, with `dry_run`, those that would be removed. Swap directories to which pointers lead stay. Never
-    removed: the tag that `latest` names, and the newest pointer of a run whose last commit has no tag (the run was
-    killed before it wrote one). A tag that holds other programs' files stays, with a warning. Raises StoreError."""
+    removed tags or, with `dry_run`, those that would be removed.
+
+    These stay: the tag that `latest` names; the newest pointer of a run whose last commit has no tag (the run was
+    killed before it wrote one); a tag that holds other programs' files, with a warning; swap directories to which
+    pointers lead. Raises StoreError."""
     if keep < 1:
         raise StoreError(f"Keep at least one checkpoint; found {keep}.")
     directory = SaveDirectory.join(save_dir) if dry_run else SaveDirectory.open(save_dir)
@@ -645,7 +647,7 @@ def prune(save_dir: str | os.PathLike[str], keep: int, *, dry_run: bool = False)
 
 
 def _prunable(path: Path, keep: int) -> list[TagInfo]:
-    """Return the tags that `prune` may remove: whole ones, and superseded pointers."""
+    """Return the tags that `prune` may remove: whole ones, and pointers whose run has committed again."""
     latest = None
     with suppress(StoreError):
         latest = read_latest(path)

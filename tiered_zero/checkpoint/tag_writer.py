@@ -52,8 +52,8 @@ from tiered_zero.system import CLOSED, Descriptor
 logger = logging.getLogger("tiered_zero")
 
 _SPARE_NBYTES = 4 * MIB
-"""Space required beyond a tag's records, for its manifest and directory, whose sizes are known only when they are
-written. A manifest has some 45 bytes per MiB, and 200 per tensor."""
+"""Free space that is required besides a tag's records, for its manifest and directory; their sizes are not known before
+they are written. A manifest takes some 45 bytes per MiB of data, and 200 per tensor."""
 
 _RENAME_EXCHANGE = 2
 
@@ -63,27 +63,27 @@ _RENAME_EXCHANGE = 2
 LOCK_NAME: Final = ".tiered_zero.lock"
 TEMPORARY: Final = ".tmp-"
 OLD: Final = ".old-"
-"""Prefixes of hidden directories: TEMPORARY of a tag that is being written or removed, OLD of one that is being
+"""Prefixes of hidden directories. TEMPORARY: a tag that is being written or removed. OLD: a tag that is being
 replaced."""
 
 _SUFFIX = re.compile(r"-[0-9a-f]{12}")
 
 
 def hidden_name(prefix: str, tag: str) -> str:
-    """Return a new name, of `prefix`, `tag` and random digits, for a directory that must not be taken for the tag."""
+    """Return a new name for a hidden directory of `tag`: `prefix`, `tag` and random digits."""
     return f"{prefix}{tag}-{secrets.token_hex(6)}"
 
 
 def hidden_tag(prefix: str, name: str) -> str | None:
-    """Return the tag in a name that `hidden_name` made with this prefix; None for any other name."""
+    """Return the tag in a name that `hidden_name` has made with this prefix; None for any other name."""
     match = _SUFFIX.fullmatch(name[-13:])
     return name[len(prefix) : -13] if match and name.startswith(prefix) and len(name) > len(prefix) + 13 else None
 
 
 @final
 class SaveDirectory:
-    """A save directory that this process, or rank 0 of its run, locks by flock until `release`. One thread uses it.
-    Each change of a name is durable or did not happen."""
+    """A save directory, locked by flock until `release`, by this process or by rank 0 of its run. One thread uses it.
+    After a crash, each change of a name is either durable or undone."""
 
     def __init__(self, path: Path, fd: Descriptor, lock: Descriptor) -> None:
         """Use `open` or `join` instead."""
@@ -102,7 +102,7 @@ class SaveDirectory:
 
     @classmethod
     def join(cls, save_dir: str | os.PathLike[str]) -> SaveDirectory:
-        """Open a directory that rank 0 has locked, or that is only read. Raises StoreError."""
+        """Open a directory without locking it: rank 0 has locked it, or it is only read. Raises StoreError."""
         return cls(*_opened(save_dir, makes=False), CLOSED)
 
     def release(self) -> None:
@@ -111,8 +111,8 @@ class SaveDirectory:
         self.fd.close()
 
     def restore(self) -> None:
-        """Finish what a dead writer left: give a tag that it was replacing its name back, and remove temporary files.
-        Raises OSError."""
+        """Clean up after a writer that died: give a tag that it was replacing its name back, and remove temporary
+        files. Raises OSError."""
         names = sorted(names_in(self.fd))
         for name in names:
             if (tag := hidden_tag(OLD, name)) is not None and tag not in names:
@@ -135,8 +135,8 @@ class SaveDirectory:
                 )
 
     def check_replaceable(self, tag: str) -> None:
-        """Raise StoreError if the name `tag` is taken by anything but a directory of plain files: a directory inside it
-        may hold other programs' files, such as an export."""
+        """Check that the tag `tag` may be replaced or removed. Raises StoreError if the name is taken by anything but a
+        directory of plain files: a directory inside it may hold other programs' files, such as an export."""
         try:
             with open_directory(tag, self.fd) as fd, os.scandir(fd) as entries:
                 foreign = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
@@ -153,9 +153,9 @@ class SaveDirectory:
             )
 
     def rename(self, name: str, tag: str) -> str | None:
-        """Rename the directory `name` to `tag`. If there was such a tag, return the new name of its directory, else
-        None. `finish` makes the rename durable. Raises OSError: the old tag then still counts, possibly under a hidden
-        name."""
+        """Rename the directory `name` to `tag`. Return the new name of the tag that it replaces; None if there was
+        none. `finish` makes the rename durable. If this raises OSError, the old tag still counts, possibly under a
+        hidden name."""
         try:
             os.stat(tag, dir_fd=self.fd, follow_symlinks=False)
         except FileNotFoundError:
@@ -171,9 +171,9 @@ class SaveDirectory:
 
     def finish(self, replaced: str | None, latest: str | None = None) -> None:
         """Make the last `rename` durable, and remove the tag that it replaced. `replaced`: the result of `rename`.
-        `latest`: a file from `prepare_latest`, which is renamed to `latest` and made durable by the same sync. A crash
-        may then leave either rename undone, which is safe for tags that all point to one state. Raises OSError: the
-        replaced tag then still exists."""
+        `latest`: a file from `prepare_latest`, which is renamed to `latest` with the same sync. After a crash only one
+        of the two renames may be done; this is safe for pointers, which all lead to one state. If this raises OSError,
+        the replaced tag still exists."""
         if latest is not None:
             os.rename(latest, LATEST_NAME, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         os.fsync(self.fd)
@@ -181,7 +181,7 @@ class SaveDirectory:
             self.try_remove(replaced)
 
     def prepare_latest(self, tag: str) -> str:
-        """Write a temporary file that will become `latest`, durably, and return its name. Raises OSError."""
+        """Write the next `latest` under a temporary name, durably, and return that name. Raises OSError."""
         name = hidden_name(TEMPORARY, LATEST_NAME)
         try:
             write_new_file(name, [tag.encode()], self.fd)
@@ -191,15 +191,16 @@ class SaveDirectory:
         return name
 
     def remove_tag(self, tag: str) -> None:
-        """Hide a tag durably, then remove it file by file. Raises OSError: then it still has its name."""
+        """Rename a tag to a hidden name, durably, then remove its files. If the rename raises OSError, the tag keeps
+        its name."""
         name = hidden_name(TEMPORARY, tag)
         os.rename(tag, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         os.fsync(self.fd)
         self.try_remove(name)
 
     def try_remove(self, name: str) -> int | None:
-        """Remove an unused directory of plain files, and return the bytes of disk that it took. If the removal
-        fails, log a warning and return None."""
+        """Remove an unused directory of plain files. Return the bytes of disk that it took. If it cannot be removed,
+        log a warning and return None."""
         try:
             with open_directory(name, self.fd) as fd:
                 nbytes = disk_nbytes(fd)
@@ -217,8 +218,8 @@ class SaveDirectory:
 
 
 def _opened(save_dir: str | os.PathLike[str], *, makes: bool) -> tuple[Path, Descriptor]:
-    """Open the directory, and return its real path and descriptor. `makes`: make missing directories, durably. Raises
-    StoreError."""
+    """Open a save directory, and return its real path and descriptor. `makes`: make missing directories, durably.
+    Raises StoreError."""
     try:
         path = Path(os.path.realpath(save_dir))
         for place in reversed((path, *path.parents)) if makes else ():
@@ -235,7 +236,7 @@ def _opened(save_dir: str | os.PathLike[str], *, makes: bool) -> tuple[Path, Des
 
 
 def _locked(path: Path, dir_fd: int) -> Descriptor:
-    """Open the lock file and lock it. Raises StoreError."""
+    """Open and lock the lock file of a save directory, and return its descriptor. Raises StoreError."""
     lock = CLOSED
     try:
         lock = open_file(LOCK_NAME, dir_fd, os.O_RDWR | os.O_CREAT)
@@ -269,16 +270,16 @@ def exchange(dir_fd: int, name: str, other: str) -> bool:
 
 @final
 class TagWriter:
-    """Writes one tag. `with TagWriter.begin(...) as tag:` discards the tag unless it was published.
+    """Writes one tag into a temporary directory, and publishes it by renaming that directory. If it fails before the
+    rename, all earlier tags stay and there is no new one. `with TagWriter.begin(...) as tag:` discards the tag at the
+    end if it is not published.
 
-    To publish a tag is to rename its temporary directory; a failure before that leaves all earlier tags and no new
-    one. With many ranks, rank 0 begins and publishes a
-    tag, and the others join it: each writes its own data file."""
+    With many ranks, rank 0 begins and publishes a tag, and the others join it: each writes its own data file."""
 
     def __init__(
         self, directory: SaveDirectory, tag: str, name: str, writer: RecordWriter, needed_nbytes: int, *, joins: bool
     ) -> None:
-        """`name`: name of the temporary directory. Use `begin` or `join` instead."""
+        """`name`: name of the temporary directory. Call `begin` or `join` instead."""
         self.writer, self.tag, self.name = writer, tag, name
         self._directory, self._needed_nbytes, self._joins = directory, needed_nbytes, joins
         self._latest: str | None = None
@@ -295,7 +296,9 @@ class TagWriter:
         needed_nbytes: int = 0,
         own_nbytes: int | None = None,
     ) -> TagWriter:
-        """Lock the save directory, remove what dead writers left, check the space, make the temporary directory.
+        """Begin a tag: lock the save directory, remove what dead writers left, check the free space, make the temporary
+        directory.
+
         `engine`: writes the data; None: the tag gets one of its own, whose failure affects no other transfer.
         `needed_nbytes`: bytes of all records. `own_nbytes`: bytes of this process's records, if other ranks join; None:
         all. Raises StoreError."""
@@ -326,8 +329,8 @@ class TagWriter:
         engine: IOEngine | None = None,
         needed_nbytes: int = 0,
     ) -> TagWriter:
-        """Return a writer for one rank's part of a tag that rank 0 has begun in the temporary directory `name`.
-        `needed_nbytes`: bytes of that part. Raises StoreError if `save_dir` is not rank 0's directory."""
+        """Join a tag that rank 0 has begun in the temporary directory `name`, and return the writer of this rank's
+        part. `needed_nbytes`: bytes of that part. Raises StoreError if `save_dir` is not rank 0's directory."""
         directory = SaveDirectory.join(save_dir)
         if not (directory.path / name).is_dir():
             directory.release()
@@ -347,7 +350,8 @@ class TagWriter:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Discard the tag unless it was published. A failed write, which names the file, is raised as a StoreError."""
+        """Discard the tag if it is not published. If the block has raised because a file of the tag could not be
+        written, raise a StoreError that says so."""
         failure = None
         wrote = isinstance(error, OSError | ConfigError) and (_is_full(error) or self.name in str(error))
         if wrote and isinstance(error, Exception) and not self._directory.fd.closed:
@@ -358,7 +362,7 @@ class TagWriter:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Discard the tag if the block raises; otherwise keep it for later calls."""
+        """Discard the tag if the block raises."""
         try:
             yield
         except BaseException as error:
@@ -366,10 +370,9 @@ class TagWriter:
             raise
 
     def publish(self, fields: Mapping[str, Any], shares: Sequence[Share], *, save_latest: bool = True) -> None:
-        """Make everything durable, give the tag its name, then set `latest`. `fields`: the fields of TagManifest that
-        neither the tag nor `shares` give. Data, manifest and the new `latest` become durable at the same time, before
-        the tag gets its name. Raises StoreError: the tag is then discarded, unless it has its name and only `latest`
-        failed."""
+        """Make everything durable, give the tag its name, then set `latest`. `fields`: the fields of TagManifest except
+        the tag and those that `shares` give. Data, manifest and the new `latest` become durable together, before the
+        tag gets its name. Raises StoreError: the tag is then discarded, except if only `latest` failed."""
         assert not self._joins, "rank 0 publishes"
         try:
             stores = tuple(store for share in shares for store in share.stores)
@@ -388,8 +391,8 @@ class TagWriter:
             self.discard()
 
     def publish_pointer(self) -> None:
-        """Give the prepared tag of an in-place commit its name, and set `latest`. The commit itself is durable. Raises
-        OSError, StoreError."""
+        """Give the prepared tag of an in-place commit its name, and set `latest`. The caller has made the commit
+        durable. Raises OSError, StoreError."""
         try:
             self._give_name(self._latest)
             self._latest = None
@@ -406,8 +409,9 @@ class TagWriter:
         self._latest = self._directory.prepare_latest(self.tag) if save_latest else None
 
     def _give_name(self, latest: str | None = None) -> None:
-        """Rename the temporary directory to the tag. `latest`: see `SaveDirectory.finish`. Raises OSError before the
-        tag has its name, and StoreError after that: the tag that was replaced is then kept under a hidden name."""
+        """Rename the temporary directory to the tag, durably. `latest`: see `SaveDirectory.finish`. Raises OSError
+        before the tag has its name. Raises StoreError after that; the tag that was replaced is then kept under a hidden
+        name."""
         replaced = self._directory.rename(self.name, self.tag)
         self.is_published = True
         try:
@@ -420,7 +424,7 @@ class TagWriter:
             ) from error
 
     def discard(self) -> None:
-        """Remove what was written unless it was published, and release the lock. Idempotent; logs a failure."""
+        """Remove the tag's files if it is not published, and release the lock. Logs a failure. Idempotent."""
         try:
             self.writer.close()
         except OSError as error:
@@ -437,7 +441,7 @@ class TagWriter:
 
 
 def _check_space(path: Path, tensors_nbytes: int) -> None:
-    """Raise StoreError if the tag does not fit on the disk."""
+    """Check that the tag fits on the disk. Raises StoreError."""
     status = os.statvfs(path)
     free_nbytes = status.f_bavail * status.f_frsize
     needed_nbytes = tensors_nbytes + _SPARE_NBYTES
@@ -455,7 +459,7 @@ def _is_full(error: Exception) -> bool:
 
 
 def _store_error(path: Path, tag: str, error: Exception, needed_nbytes: int) -> StoreError:
-    """Return a StoreError for the error that stopped a save; its text says if the disk is full."""
+    """Return the StoreError for an error that stopped a save. Its text says whether the disk is full."""
     if _is_full(error):
         needed = f" It needs {format_nbytes(needed_nbytes)}." if needed_nbytes else ""
         return StoreError(

@@ -1,4 +1,4 @@
-"""Write and list weights as safetensors files, which transformers' `from_pretrained` and plain torch load.
+"""Write weights to safetensors files, which transformers' `from_pretrained` and plain torch load.
 
 A file is 8 bytes with the length of a JSON header, the header, and the tensors' bytes without gaps. The header is known
 before the first tensor is read, so each tensor goes straight to its file and memory holds one tensor at a time.
@@ -40,7 +40,7 @@ MAX_SHARD_NBYTES = 5 * 10**9
 _EXPORT: Final = "save_16bit_model"
 
 _CHUNK_NUMEL: Final = 8 * MIB
-"""The number of elements of a checkpoint that are read at once."""
+"""The number of elements that are read from a checkpoint at once."""
 
 _DTYPES = {
     torch.float64: "F64",
@@ -65,8 +65,8 @@ _DTYPES = {
 @final
 @dataclass(frozen=True, kw_only=True)
 class WeightTensor:
-    """A tensor to be written. `read`: a function that yields CPU tensors of any shape, which together hold the tensor's
-    row-major elements."""
+    """A tensor to write. `read`: yields CPU tensors of any shape, which together hold the tensor's row-major
+    elements."""
 
     name: str
     dtype: torch.dtype
@@ -85,12 +85,12 @@ def model_weights(
     *,
     exclude_frozen: bool = False,
 ) -> list[WeightTensor]:
-    """Return the tensors of `model.state_dict()`, by its names; tied weights under each name, as strict loading needs
-    them.
+    """Return the tensors of `model.state_dict()`, by its names; a tied one once under each name, as strict loading
+    needs it.
 
-    `copy_of`: returns a CPU copy of a parameter, in its shape. `unit_of`: returns the index of the unit that is read
-    with a parameter; parameters come in that order, then buffers. `exclude_frozen`: leave out parameters that require
-    no gradient. Raises ModelError."""
+    `copy_of`: returns a CPU copy of a parameter, in its shape. `unit_of`: returns the index of a parameter's unit;
+    parameters are sorted by it, then come the buffers. `exclude_frozen`: leave out parameters that require no gradient.
+    Raises ModelError."""
     names: dict[torch.Tensor, list[str]] = {}  # by identity
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     for name, tensor in state_tensors(model):
@@ -113,8 +113,8 @@ def _read(tensor: torch.Tensor, copy_of: Callable[[nn.Parameter], torch.Tensor])
 
 
 def as_saved(model: nn.Module, tensors: Sequence[WeightTensor]) -> list[WeightTensor]:
-    """Name and cut the tensors of `model` as `save_pretrained` of transformers 5 does. All parts into which one tensor
-    is cut are made when the first is read; each is kept in memory until it is read."""
+    """Name and split the tensors of `model` as `save_pretrained` of transformers 5 does. When the first part of a
+    tensor is read, all its parts are made; each stays in memory until it is read."""
     own = {tensor.name: tensor for tensor in tensors}
     found = []
     for conversion in to_files(model, list(own)):
@@ -144,13 +144,12 @@ def _read_part(
 def list_weights(
     reader: TensorReader, dtype: torch.dtype = torch.float32, *, with_frozen: bool = True
 ) -> list[WeightTensor]:
-    """Return the weights of a checkpoint, tied ones under each name. `with_frozen`: include parameters without a
+    """Return the weights of a checkpoint; a tied one once under each name. `with_frozen`: include parameters without a
     master.
 
-    Floating-point parameters are written as `dtype`, trained ones from their fp32 masters, rounded once; others, and
-    buffers, keep their dtype. Raises StoreError if there are no weights; reading raises StoreError for a value that
-    `dtype` cannot hold, and CorruptionError.
-    """
+    Floating-point parameters get the dtype `dtype`, trained ones by rounding their fp32 masters once. Other parameters,
+    and buffers, keep their dtype. Raises StoreError if there are no weights. Reading raises CorruptionError, and
+    StoreError for a value that `dtype` cannot hold."""
     aliases: dict[str, list[str]] = {}
     for alias, name in reader.manifest.aliases.items():
         aliases.setdefault(name, []).append(alias)
@@ -174,7 +173,8 @@ def list_weights(
 
 
 def _read_chunks(reader: TensorReader, key: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """Yield a tensor as `dtype`, row-major, in chunks; in one piece if it is saved in another memory order."""
+    """Yield a tensor's row-major elements as `dtype`, in chunks; in one piece if it is saved in another memory
+    order."""
     entry = reader.manifest.tensors[key]
     step = _CHUNK_NUMEL if entry.order is None else max(1, entry.numel)
     for start in range(0, entry.numel, step):
@@ -214,8 +214,8 @@ def write_weights(
     file_name: str = WEIGHTS_NAME,
     replaces: bool = True,
 ) -> list[Path]:
-    """Write `file_name`, or numbered files of at most `max_shard_nbytes` with their index. Return the paths, the index
-    last.
+    """Write weights to the file `file_name`, or to numbered files of at most `max_shard_nbytes` with their index.
+    Return the paths, the index last.
 
     All files are written to a hidden directory and synced before the first is renamed. A single file replaces a single
     earlier one at once. Otherwise earlier weights of this name are removed before the first rename: until the last
@@ -267,8 +267,8 @@ def reading_order(tensors: Sequence[WeightTensor], max_shard_nbytes: int) -> lis
 
 
 def _split(tensors: Sequence[WeightTensor], max_nbytes: int) -> list[list[WeightTensor]]:
-    """Distribute tensors over files, one file after another. In each file the widest dtype comes first: readers that
-    map tensors into memory need them aligned."""
+    """Distribute tensors over files of at most `max_nbytes`, in order. In each file the widest dtype comes first,
+    because readers that map tensors into memory need them aligned."""
     shards: list[list[WeightTensor]] = [[]]
     filled = 0
     for tensor in tensors:
@@ -315,13 +315,13 @@ def _shard_bytes(header: bytes, tensors: Sequence[WeightTensor]) -> Iterator[byt
 
 
 def weight_files(directory: Path, stem: str) -> list[Path]:
-    """Return the weight files of the name `stem` in the directory, one file or numbered ones."""
+    """Return the weight files in the directory that are named `stem`: one file, or numbered ones."""
     pattern = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?\.safetensors")
     return [path for path in directory.iterdir() if pattern.fullmatch(path.name)]
 
 
 def _check_model(directory: Path, stem: str, tensors: Sequence[WeightTensor]) -> None:
-    """Raise StoreError if the weights in the directory have other names or shapes than `tensors`."""
+    """Check that the weights in the directory have the names and shapes of `tensors`. Raises StoreError."""
     found: dict[str, tuple[int, ...]] = {}
     files = weight_files(directory, stem)
     for path in files:
@@ -341,9 +341,10 @@ def _check_model(directory: Path, stem: str, tensors: Sequence[WeightTensor]) ->
 
 
 def _publish(directory: Path, temporary: Path, names: Sequence[str], stem: str) -> None:
-    """Replace the weights in the directory by the files in `names`. The file that readers look for is renamed last."""
+    """Replace the weights in the directory by the files `names` from `temporary`. The file that readers look for is
+    renamed last."""
     for path in [directory / f"{stem}.safetensors.index.json", *weight_files(directory, stem)]:
-        if len(names) > 1 or path.name not in names:  # else one file replaces the other at once
+        if len(names) > 1 or path.name not in names:  # else the rename replaces the file at once
             path.unlink(missing_ok=True)
     sync_directory(directory)
     for name in names[:-1]:
@@ -359,9 +360,9 @@ def _publish(directory: Path, temporary: Path, names: Sequence[str], stem: str) 
 def write_together(
     ranks: Collectives, tensors: Sequence[WeightTensor], write: Callable[[Sequence[WeightTensor]], None]
 ) -> None:
-    """Call `write` on rank 0 with tensors that are split over ranks; all ranks read each of them, in this order. An
-    error of `write` is raised on all ranks once every tensor is read, and the run goes on. A failed read ends the run:
-    it is raised on that rank, and as RankError on the others, which wait in that tensor's gather."""
+    """Call `write` on rank 0 with tensors that are split over ranks. All ranks read each tensor, in the order of
+    `tensors`. An error of `write` is raised on all ranks once every tensor is read, and the run goes on. A failed read
+    ends the run: this rank raises its error, and the others, which wait in that tensor's gather, raise RankError."""
     begun: list[WeightTensor] = []
     failed: list[Exception] = []
 
@@ -392,7 +393,7 @@ def write_together(
         agree(ranks, _EXPORT, act)
     except RankError:
         if failed:
-            raise failed[0] from None  # it has closed the groups
+            raise failed[0] from None  # `fail` has closed the groups
         raise
 
 
@@ -409,9 +410,9 @@ _COPIED = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 
 
 def named_as_in(directory: Path, tensors: Sequence[WeightTensor], tied: Container[str]) -> list[WeightTensor]:
-    """Return the tensors with names and cuts as in the safetensors files in `directory` or, if there are none, as
-    `save_pretrained` of its model would write them. `tied`: names of tensors that have other names too, which may be
-    left out. Raises ModelError."""
+    """Return the tensors, named and split as in the safetensors files in `directory`. If it has none, name and split
+    them as `save_pretrained` of its model would. `tied`: names of tensors that have other names too, which may be left
+    out. Raises ModelError."""
     names = _names(directory)
     if not names or not names <= {tensor.name for tensor in tensors}:
         tensors = as_saved(_on_meta(directory), tensors)
@@ -426,8 +427,8 @@ def named_as_in(directory: Path, tensors: Sequence[WeightTensor], tied: Containe
 
 
 def copy_config(directory: Path, out: Path, dtype: str) -> list[Path]:
-    """Copy files other than weights, such as the config and the tokenizer. The config gets the dtype of the export and
-    loses its entries about quantised weights. Raises StoreError."""
+    """Copy a model's files other than weights, such as the config and the tokenizer. The config gets the dtype of the
+    export and loses its entries about quantised weights. Return the copies. Raises StoreError."""
     copied = []
     try:
         for path in sorted(directory.iterdir()):
@@ -457,7 +458,7 @@ def _names(directory: Path) -> set[str]:
 
 
 def _on_meta(directory: Path) -> nn.Module:
-    """Build the model whose config is in a directory, on the meta device, that is without values. Raises ModelError."""
+    """Build the model from the config in a directory, on the meta device (without values). Raises ModelError."""
     try:
         library: Any = import_module("transformers")
         config = library.AutoConfig.from_pretrained(directory, local_files_only=True)

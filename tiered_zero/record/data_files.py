@@ -109,7 +109,7 @@ class Stripes:
             offset += length
 
     def locate(self, paths: Sequence[str | Path], offset: int) -> tuple[str, int]:
-        """Return path and file offset of an address, for error texts."""
+        """Return the path of the file that holds the address `offset`, and the offset in this file; for errors."""
         piece = next(self.pieces(offset, 1))
         return str(paths[piece.file_index]), piece.file_offset
 
@@ -157,7 +157,7 @@ class StripedFiles:
 
     @classmethod
     def open(cls, engine: IOEngine, paths: Sequence[Path], stripes: Stripes, *, writable: bool = True) -> StripedFiles:
-        """Open existing files. Raises TransferError."""
+        """Open the existing files `paths`. Raises TransferError."""
         opened = cls(engine, (), stripes)
         try:
             for path in paths:
@@ -175,13 +175,13 @@ class StripedFiles:
                 file.allocate(nbytes)
             except (TieredZeroError, OSError) as error:
                 raise StoreError(
-                    f"The swap file {file.path} must grow to {format_nbytes(nbytes)} ({nbytes} bytes), for what is "
-                    f"written once is changed, and the last commit holds it; {free_text(file.path)} ({error}). Free "
-                    "space there."
+                    f"The swap file {file.path} must grow to {format_nbytes(nbytes)} ({nbytes} bytes): a record that "
+                    f"is written once gets new bytes, and the last commit needs the old ones; {free_text(file.path)} "
+                    f"({error}). Free space there."
                 ) from error
 
     def locate(self, offset: int) -> tuple[str, int]:
-        """Return path and file offset of an address, for error texts."""
+        """Return the path of the file that holds the address `offset`, and the offset in this file; for errors."""
         return self.stripes.locate([file.path for file in self._files], offset)
 
     def submit(self, request: PieceRequest, offset: int, memory: memoryview, transfers: list[IOTransfer]) -> None:

@@ -424,7 +424,7 @@ def clear_restarted(parents: Iterable[str], note: str) -> None:
 def collect_garbage(
     parent: Path, dry_run: bool = False, committed: bool = False, unknown: bool = False, note: str | None = None
 ) -> list[Collected]:
-    """Remove the directories under `parent` whose owner is dead, never those of a live owner or another user.
+    """Remove the directories under `parent` whose owner is dead. Directories of a live owner or another user stay.
     `dry_run`: remove nothing. `committed`: also remove runs that can be resumed from a committed state. `unknown`: also
     remove runs that may be alive. `note`: consider only owners with this note. Return what was done with each run.
     Raises StoreError."""
@@ -442,7 +442,7 @@ def collect_garbage(
 
 
 def _collect(run: RunInfo, dry_run: bool, committed: bool, unknown: bool) -> Collected:
-    """Remove one run's directory, or return why it stays. Raises OSError, StoreError."""
+    """Remove one run's directory if that is allowed, and return what was done. Raises OSError, StoreError."""
     if (refusal := _refusal(run, committed, unknown)) is not None:
         return Collected(run=run, removed=False, reason=refusal)
     parent, name = run.path.parent.resolve(), run.path.name

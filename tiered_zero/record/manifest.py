@@ -199,7 +199,7 @@ class RangeMap:
         return iter(self._ranges)
 
     def overlapping(self, start: int, end: int) -> list[Range]:
-        """Return the ranges that share bytes with `[start, end)`, untrimmed, in order."""
+        """Return the ranges that share bytes with `[start, end)`, each as a whole, in order."""
         low, high = self._span(start, end)
         return self._ranges[low:high]
 

@@ -640,7 +640,7 @@ class RecordTable:
             return [(state.record, list(state.written)) for state in states]
 
     def durable(self, record: Record, start: int, end: int) -> list[Range]:
-        """Return the ranges in the durable manifest that overlap the bytes `[start, end)`, untrimmed."""
+        """Return the ranges in the durable manifest that share bytes with `[start, end)`, each as a whole."""
         with self._lock:
             durable = self._find(record).durable
             return [] if durable is None else durable.overlapping(start, end)
@@ -694,4 +694,4 @@ class RecordTable:
 
     def _refuse_while_frozen(self, record: Record) -> None:
         if self._frozen is not None and record.committed:
-            raise StoreError(f"Record {record.name!r} must rest: step {self._frozen} is prepared; confirm it first.")
+            raise StoreError(f"Record {record.name!r} is frozen: step {self._frozen} is prepared; confirm it first.")
