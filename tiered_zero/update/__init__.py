@@ -2,6 +2,6 @@
 and write state; state_view.py reads and writes state between updates; handle.py is the optimizer that the user holds.
 
 Promise: every sub-group with a gradient is updated once a step, in the order in which the next forward needs its units,
-whatever the tiers and the policy; the results depend only on the rule. Owner: the thread that updates a sub-group owns
+on any tiers and with any policy; the results depend only on the rule. Owner: the thread that updates a sub-group owns
 its staging buffers; the driver thread owns everything else. Never: calls a collective or a module on the update lane.
 """

@@ -1,4 +1,4 @@
-"""Provide the torch.optim.Optimizer that `initialize()` returns: its `step` calls the engine's, and it shares its param
+"""Provide the torch.optim.Optimizer that `initialize()` returns. Its `step` calls `engine.step()`. It shares its param
 groups with the user's own optimizer and with schedulers."""
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ NO_COPY = "An optimizer whose state rests on tiers cannot be copied or pickled. 
 
 
 def creates_state(groups: Sequence[Mapping[str, Any]], grads: Collection[torch.Tensor]) -> bool:
-    """Return whether torch.distributed.checkpoint calls this step only to have state created: lr is 0 in every group,
-    and all `grads` are 0. The caller has checked that the optimizer has no state."""
+    """Return whether a step is called only to have state created, as by torch.distributed.checkpoint: lr is 0 in every
+    group, and all `grads` are 0. The caller has checked that the optimizer has no state."""
     return bool(grads) and all(group.get("lr") == 0 for group in groups) and not any(grad.any() for grad in grads)
 
 
@@ -51,8 +51,8 @@ def refuse_state(*_: object) -> NoReturn:
 
 @final
 class OffloadedState:
-    """The value of `optimizer.state[param]`. Iterating over it gives the names of the state tensors; every other use
-    raises ModelError."""
+    """The value of `optimizer.state[param]`. Iteration yields the names of the state tensors. Every other use raises
+    ModelError."""
 
     def __init__(self, access: StateAccess, param: nn.Parameter) -> None:
         self._access, self._param = access, param
@@ -66,13 +66,13 @@ class OffloadedState:
 
 @final
 class StateAccess(Mapping[nn.Parameter, ParamState]):
-    """The `state` mapping of an optimizer whose state rests on the tiers. Its keys are the parameters that have state.
-    Using a value raises ModelError, because a change to it would be lost. Used on the driver thread, the one that calls
-    the engine.
+    """The mapping `optimizer.state` while the state rests on tiers. Its keys are the parameters that have state. Using
+    a value raises ModelError, because a change to it would be lost. Used on the driver thread, the one that calls the
+    engine.
     """
 
     def __init__(self, policy: UpdatePolicy) -> None:
-        """`policy`: the update policy of the run whose state this is."""
+        """`policy`: the run's update policy, which waits for updates before state is read or changed."""
         self._policy = policy
         self._view: StateView | None = policy.view
 
@@ -89,8 +89,8 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
         return OffloadedState(self, param)  # type: ignore[return-value]
 
     def __setitem__(self, param: nn.Parameter, value: object) -> None:
-        """Accept, and ignore, a value that this mapping has returned: code that moves state to a device assigns it
-        back. Raises ModelError for any other value."""
+        """Ignore the assignment of a value that this mapping has returned: code that moves state to a device assigns
+        values back. Raises ModelError for any other value."""
         if not isinstance(value, OffloadedState):
             refuse_state()
 
@@ -100,12 +100,12 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
         raise ModelError(NO_COPY)
 
     def read(self, only: nn.Parameter | None = None) -> dict[nn.Parameter, ParamState]:
-        """Wait for the updates under way, and return copies of the state of all parameters that have any, or of the
-        parameter `only`."""
+        """Wait for the updates under way, and return copies of the state: of all parameters that have any, or only of
+        the parameter `only`."""
         return self._flushed().read(only)
 
     def check_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Raise ModelError if a step would fail with these values of the param groups."""
+        """Raise ModelError if a step would fail with `groups`, new values of the param groups."""
         self._flushed().check_groups(groups)
 
     def replace(self, states: Mapping[nn.Parameter, ParamState], groups: list[dict[str, Any]]) -> None:
@@ -153,7 +153,7 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
 
 @final
 class ZeroGradients(GradientSource):
-    """A source of gradients that gives zeros for the parameters in `names`, and no gradient for others."""
+    """Gradients for an update that creates state: zeros for the parameters in `names`, none for others."""
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
@@ -169,7 +169,7 @@ class ZeroGradients(GradientSource):
 
 
 class TierStateOptimizer(Optimizer):
-    """A base class of optimizers whose state rests on tiers: their `state` is a `StateAccess`. `_source`: a plain torch
+    """The base class of optimizers with state on tiers. Their `state` is a `StateAccess`. `_source`: a plain torch
     optimizer of the user's class, which is never stepped."""
 
     _source: Optimizer
@@ -199,8 +199,8 @@ class TierStateOptimizer(Optimizer):
         self._access.replace({}, self.param_groups)
 
     def create_state(self, params: Collection[nn.Parameter]) -> None:
-        """Create the state that a step with zero gradients would leave for `params`, without counting a step. The
-        engine calls this."""
+        """Create the state of `params`, as a step with zero gradients would, without counting a step. The engine calls
+        this."""
         self._access.create(params)
 
     @hold_interrupts()
@@ -208,10 +208,10 @@ class TierStateOptimizer(Optimizer):
         """Return a copy of the state in torch's own format: fp32 CPU tensors in the parameters' shapes, from any tier
         and any state format.
 
-        Waits for the updates under way. The fp32 masters are not part of it: after loading they are made from the
-        parameters of `module.state_dict()`, so the masters of a 16-bit model lose the bits that 16 bits do not hold.
-        Raises BudgetError if the tensors do not fit into free host memory. If state is sharded (many ranks, stage 1 and
-        up) every rank calls this and gets the whole state.
+        Waits for the updates under way. An engine's optimizer leaves out the fp32 masters: loading makes them from the
+        parameters of `module.state_dict()`, so masters of a 16-bit model keep only 16 bits. An optimizer without an
+        engine includes them, as "master". Raises BudgetError if the tensors do not fit into free host memory. If state
+        is sharded (many ranks, stage 1 and up), every rank calls this and gets the whole state.
         """
         before, self._copies = self._copies, self._state_access().read()
         try:
@@ -237,12 +237,13 @@ class TierStateOptimizer(Optimizer):
 
     @hold_interrupts()
     def read_state(self, param: nn.Parameter) -> ParamState:
-        """Return one parameter's state as `state_dict()` has it, on every rank; empty before the parameter's first
-        step."""
+        """Return a copy of one parameter's state, in the form of `state_dict()`; empty before the parameter's first
+        step. If state is sharded, every rank calls this."""
         return self._state_access().read(param).get(param, {})
 
     def _replace_state(self, states: Mapping[nn.Parameter, ParamState], groups: list[dict[str, Any]]) -> None:
-        """Replace the state and the values of the param groups. Raises ModelError, with nothing changed."""
+        """Replace all state by `states`, and the values of the param groups by `groups`. Raises ModelError, with
+        nothing changed, if they do not fit."""
         self._state_access().replace(states, groups)
         replace_values(self.param_groups, groups)
 
@@ -250,8 +251,8 @@ class TierStateOptimizer(Optimizer):
         raise ModelError(NO_COPY)
 
     def _matched(self, given: Mapping[str, Any]) -> tuple[dict[nn.Parameter, ParamState], list[dict[str, Any]]]:
-        """Return the state in `given`, a state_dict, by this optimizer's parameters, and its param groups with missing
-        options filled in. Raises ModelError."""
+        """Check `given`, a state_dict. Return its state by parameter of this optimizer, and its param groups with
+        missing options filled in. Raises ModelError."""
         try:
             states, saved = given["state"], deepcopy(given["param_groups"])
             sizes = [len(group["params"]) for group in saved]
@@ -298,7 +299,7 @@ class TierStateOptimizer(Optimizer):
 
 
 def replace_values(groups: list[dict[str, Any]], values: list[dict[str, Any]]) -> None:
-    """Replace the contents of each group in place by those of `values`."""
+    """Replace the contents of each param group, in place, by the contents of its counterpart in `values`."""
     for group, new in zip(groups, values, strict=True):
         group.clear()
         group.update(new)
@@ -335,8 +336,8 @@ class TieredOptimizer(TierStateOptimizer):
 
     def take_reset(self) -> None:
         """Reset the state if the program has assigned an empty mapping to `state` of the user's own optimizer. Called
-        before every use of the state. If an update has begun in backward, raise ModelError, but only once: the step can
-        then be made with the old state, and the first use after it resets the state."""
+        before every use of the state. Raises ModelError, once, if an update has begun in backward. Then `step()` uses
+        the old state, and the first use after that resets it."""
         given = self._source.state
         if given is self._access or not isinstance(self._access, StateAccess) or not self._access.is_open:
             return
@@ -354,15 +355,15 @@ class TieredOptimizer(TierStateOptimizer):
 
     @property
     def loss_scale(self) -> float:
-        """Return the factor by which `backward` multiplies the loss: 1 unless the model trains in fp16."""
+        """The factor by which `backward` multiplies the loss; 1 without fp16."""
         return float(self._calls().loss_scale)
 
     cur_scale = loss_scale
 
     def connect(self, engine: Any, policy: UpdatePolicy, at_end: Callable[[Callable[[], None]], None]) -> None:
-        """Connect the optimizer to the built run: from now on its calls go to `engine`, its state is on the tiers of
-        `policy`, and calls of the user's own optimizer are redirected to it. `at_end(act)` registers a function that
-        undoes a part of this when the run closes."""
+        """Connect the optimizer to the built run: its calls go to `engine`, its state is read and changed through
+        `policy`, and calls of the user's own optimizer are redirected here. `at_end(act)`: registers `act` to be called
+        when the run closes, to undo this."""
         self._engine = engine
         self.state = access = StateAccess(policy)
         at_end(access.close)
@@ -370,9 +371,9 @@ class TieredOptimizer(TierStateOptimizer):
         self._source.state = access  # type: ignore[assignment]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Call the closure, if any, then `engine.step()`, and return the closure's result. The step counts a
-        micro-batch, updates the weights after the last one of an accumulation, and clips gradients only if the config
-        has gradient_clipping. Pre-step hooks run after the closure."""
+        """Call the closure, if any, then `engine.step()`. Return the closure's result. Like `engine.step()`, this
+        counts a micro-batch, and updates the weights after the last micro-batch of an accumulation. Gradients are
+        clipped only if the config has gradient_clipping. Pre-step hooks run after the closure."""
         calls, loss = self._calls(), None
         if closure is not None:
             with torch.enable_grad():
@@ -418,21 +419,21 @@ class TieredOptimizer(TierStateOptimizer):
         self._calls().zero_grad(set_to_none)
 
     def group_options(self) -> list[dict[str, Any]]:
-        """Return the option values of each param group, with the number of its parameters as "params"."""
+        """Return a copy of each param group's options. "params" is the number of parameters in place of the list."""
         return [{**group, "params": len(group["params"])} for group in self.param_groups]
 
     def checked_group_options(self, options: Any) -> list[dict[str, Any]]:
-        """Return `options`, which are untrusted, checked and completed. They have the form of `group_options()`. Raises
-        ModelError if the optimizer cannot step with them."""
+        """Check `options`, which come from a checkpoint in the form of `group_options()` and are not trusted. Return
+        them with missing options filled in. Raises ModelError if the optimizer cannot step with them."""
         completed = self._completed_options(options)
         self._state_access().check_groups(completed)
         return completed
 
     def load_group_options(self, options: Sequence[Mapping[str, Any]]) -> None:
-        """Set the param groups to `options`, the result of `checked_group_options`. Groups are changed in place:
-        schedulers and the engine keep sharing one list, and a learning rate that is a tensor remains the same tensor.
-        Options that `options` lacks keep their values, and so do fused, capturable and differentiable, which may differ
-        in the run that saved the checkpoint."""
+        """Set the param groups to `options`, a result of `checked_group_options`. Groups are changed in place, and a
+        learning rate that is a tensor stays the same tensor, because schedulers share both. These keep their present
+        values: options that `options` lacks, and fused, capturable and differentiable, which each run chooses for
+        itself."""
         for group, new in zip(self.param_groups, options, strict=True):
             for name, value in new.items():
                 own = group.get(name)
@@ -477,12 +478,12 @@ class TieredOptimizer(TierStateOptimizer):
 
 @final
 class ParamGroupWatch:
-    """Raises ModelError for changes of param groups that the run cannot follow: another list of groups, other
+    """Detects changes of param groups that the run cannot follow, and raises ModelError: another list of groups, other
     parameters in a group, other values of fused, capturable or differentiable.
 
-    Other group values are read at each step and may change; the place of each parameter's state is decided once, when
-    the run starts. The optimizers may be freed before the engine. Used on the driver thread at each call, which costs
-    only comparisons of pointers.
+    All other values are read at each step and may change. The place of each parameter's state is decided once, when the
+    run starts. The optimizers may be freed before the engine. Used on the driver thread at each call; costs only
+    comparisons of pointers.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -494,7 +495,8 @@ class ParamGroupWatch:
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
 
     def values(self) -> list[dict[str, str]]:
-        """Return the option values of each group that the update reads, as text. They must be equal on all ranks."""
+        """Return the options of each param group that the update reads, as text: name -> value. They must be equal on
+        all ranks."""
         return [
             {name: _describe(group[name]) for name in self._names if isinstance(group.get(name), _VALUES)}
             for group in self._groups
@@ -507,8 +509,8 @@ class ParamGroupWatch:
                 handle.take_reset()
 
     def check(self) -> None:
-        """Raise ModelError if the list of groups, the parameters of a group, or one of its options fused, capturable
-        and differentiable has changed."""
+        """Raise ModelError if one of these has changed: the list of groups, the parameters of a group, or its options
+        fused, capturable and differentiable."""
         for ref in self._optimizers:
             if (owner := ref()) is not None and owner.param_groups is not self._groups:
                 raise ModelError(
@@ -552,8 +554,8 @@ def _describe(value: Any) -> str:
 
 @contextmanager
 def restored_on_error(groups: list[dict[str, Any]]) -> Iterator[None]:
-    """Restore the values of the param groups if the block raises, because schedulers set learning rates when they are
-    built."""
+    """Restore the values of the param groups if the block raises. A scheduler that is built in the block sets learning
+    rates at once."""
     before = [dict(group) for group in groups]
     try:
         yield
@@ -568,8 +570,8 @@ _REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_
 
 
 def _redirect(source: Optimizer, handle: TieredOptimizer, at_end: Callable[[Callable[[], None]], None]) -> None:
-    """Redirect the calls of the user's own optimizer, `source`, to `handle`, without keeping `handle` alive. `at_end`
-    registers the function that undoes this."""
+    """Replace the methods of `source`, the user's own optimizer, by calls of `handle`. A weak reference does not keep
+    `handle` alive. `at_end(act)`: registers the function that undoes this."""
     owner = weakref.ref(handle)
     before = {name: vars(source)[name] for name in _REDIRECTED if name in vars(source)}
     redirects = {name: MethodType(_redirected(name, owner), source) for name in _REDIRECTED}
@@ -598,8 +600,9 @@ def _redirected(name: str, owner: weakref.ref[TieredOptimizer]) -> Callable[...,
 
 
 def make_scheduler(given: Any, section: SchedulerSection | None, handle: TieredOptimizer | None) -> Any:
-    """Return the learning rate scheduler: `given`, the result of calling `given`, or the one that the config's
-    `section` describes. None if there is none, or if nothing is trained (`handle` is None). Raises ConfigError."""
+    """Return the learning rate scheduler; None without one, or if the run does not train (`handle` is None). `given`: a
+    scheduler, or a callable that makes one of the optimizer; None: make the one that the config's `section` describes.
+    Raises ConfigError."""
     if handle is None:
         if given is not None:
             raise ConfigError(

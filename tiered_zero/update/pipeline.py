@@ -1,8 +1,9 @@
-"""Run the update over sub-groups: read sub-group i+1 while i is updated and i-1 is written.
+"""Run the update over sub-groups (the parts of the parameters that the optimizer steps at once): read sub-group i+1
+while i is updated and i-1 is written.
 
-One loop runs every update: it begins to read the sub-groups that are ready, updates the first, and frees the buffers of
-those that are written. A `ReadyQueue` gives it sub-groups, in step() or in backward; `Prefetcher` reads the state for
-the next step ahead.
+One loop runs every update. It begins to read the sub-groups that are ready, updates the first, and frees the buffers of
+written ones. `ReadyQueue` gives it sub-groups, in step() or in backward. `Prefetcher` reads the state for the next step
+ahead. A `StateLayout` stands for a sub-group: it says where the sub-group's slot holds each array.
 """
 
 from __future__ import annotations
@@ -34,11 +35,10 @@ POLL_S = 0.002
 
 
 class ReadyQueue:
-    """A queue of the sub-groups that are ready to be updated, in the order in which the next forward needs them. May be
-    used from any thread.
+    """Holds the sub-groups that are ready to be updated. May be used from any thread.
 
-    The shallowest ready sub-group (the first in forward) comes first, because the next forward needs it first. During
-    backward a sub-group whose gradients have arrived comes before one whose gradients are still on their way, because
+    The shallowest ready sub-group (the first in forward) comes first, because the next forward needs it first. In
+    backward, sub-groups with all gradients arrived come before those with gradients still on their way, because
     backward is launched ahead of the accelerator. After `close` nothing is added. `take_skipped` returns the sub-groups
     that this step does not update.
     """
@@ -46,7 +46,7 @@ class ReadyQueue:
     def __init__(self, ready: Iterable[StateLayout] = (), skipped: Iterable[StateLayout] = ()) -> None:
         self._changed = threading.Condition()
         self._ready = {layout.subgroup.index: layout for layout in ready}
-        """Index of a sub-group -> its layout, in the order in which they became ready."""
+        """Index of a ready sub-group -> its layout, in the order in which sub-groups became ready."""
         self._skipped = list(skipped)
         self._closed = False
 
@@ -67,13 +67,13 @@ class ReadyQueue:
             self._ready.clear()
 
     def peek(self) -> StateLayout | None:
-        """Return the shallowest ready sub-group; None if there is none."""
+        """Return the shallowest ready sub-group, the first in forward; None if the queue is empty."""
         with self._changed:
             return self._ready[min(self._ready)] if self._ready else None
 
     def choose(self, gradients: GradientSource) -> StateLayout | None:
-        """Return the shallowest ready sub-group whose gradients have arrived. If there is none, return the one that
-        became ready first, because gradients arrive in that order; None if the queue is empty."""
+        """Return the shallowest ready sub-group with all gradients arrived. Without one, return the sub-group that
+        became ready first, because its gradients arrive first. Return None if the queue is empty."""
         with self._changed:
             for index in sorted(self._ready):
                 layout = self._ready[index]
@@ -87,9 +87,9 @@ class ReadyQueue:
             self._ready.pop(layout.subgroup.index, None)
 
     def take_among(self, subgroups: Collection[int]) -> list[StateLayout]:
-        """Remove and return those of `subgroups` that are ready, in their order."""
+        """Remove and return the ready ones of `subgroups` (indices), in the order of `subgroups`."""
         with self._changed:
-            if not self._ready:  # `subgroups` are those that the next step begins with
+            if not self._ready:
                 return []
             return [self._ready.pop(index) for index in list(subgroups) if index in self._ready]
 
@@ -117,14 +117,14 @@ class UpdateJob:
     """The input of one update.
 
     `grad_scale`: the factor for gradients. `groups`: copies of the param groups' values, made when the job was made.
-    `after`: ends when the work that compute had launched by then is done; this work may read parameters on the device,
-    so they are written only after it. `after_of`: index of a sub-group that became ready later -> such a transfer for
-    it. `unit_updates`: unit index -> the `UnitUpdate` to complete. `param_kind`: the slots that get the new parameters:
-    "param", or "param_back" for a delayed update. `every_subgroup`: also process sub-groups without a gradient, which
-    writes their parameters to the new slots. `queue`: gives sub-groups as they become ready; None: process all that
-    have a gradient. `on_device`: process only sub-groups whose state rests on the device (True) or elsewhere (False),
-    and count the others as written; None: process all. `computed`: completes when every update is computed (the last
-    may still be written) or the job fails.
+    `after`: parameters on the device are written after this transfer, because work that compute launched before the job
+    was made may read them. `after_of`: index of a sub-group that became ready later -> its transfer in place of
+    `after`. `unit_updates`: unit index -> the `UnitUpdate` to complete. `param_kind`: the slots that get the new
+    parameters: "param", or "param_back" for a delayed update. `every_subgroup`: also process sub-groups without a
+    gradient, to write their parameters to the new slots. `queue`: gives sub-groups as they become ready; None: process
+    all that have a gradient. `on_device`: True processes only sub-groups with state on the device, False only the
+    others, None all; sub-groups that are left out count as written. `computed`: completes when every update is computed
+    (the last may still be written), or when the job fails.
     """
 
     gradients: GradientSource
@@ -159,8 +159,8 @@ class UpdatePipeline:
         params: ParameterSink,
         gradient_dtypes: Mapping[int, torch.dtype] | None = None,
     ) -> None:
-        """`params`: writes the new parameters. `gradient_dtypes`: index of a unit with gradients on NVMe -> their
-        dtype."""
+        """`view`: reads and writes state between updates. `params`: writes the new parameters. `gradient_dtypes`: index
+        of a unit with gradients on NVMe -> their dtype."""
         self.view = view
         self._rule = view.rule
         self.runtime = runtime
@@ -175,7 +175,7 @@ class UpdatePipeline:
 
     @cached_property
     def has_device_state(self) -> bool:
-        """Whether any sub-group's state rests on the device. Homes of state never change."""
+        """Whether the state of any sub-group rests on the device. Cached, because state never moves to another tier."""
         return any(self._io.updates_on_device(layout.subgroup) for layout in self.view.layouts)
 
     @cached_property
@@ -184,34 +184,33 @@ class UpdatePipeline:
         return any(map(self._io.reads, self.view.layouts))
 
     def freeze_groups(self) -> list[dict[str, Any]]:
-        """Return copies of the live param groups, from which this step reads, because schedulers may change the live
-        groups while it runs. If the step itself changes values of a group, such as a count, change the live groups
+        """Return copies of the param groups. The update reads these copies, because schedulers may change the live
+        groups while it runs. Values that a step itself changes, such as a count, are changed in the live groups
         now."""
         frozen = list(map(copied_group, self.view.groups))
         self._rule.advance_groups(self.view.groups, frozen)
         return frozen
 
     def record_compute(self) -> Transfer:
-        """Return a transfer that ends when the work that compute has launched so far is done; this work may still read
+        """Return a transfer that ends when all work launched by compute so far is done. This work may still read
         parameters that an update writes. Called on the driver thread."""
         return self.runtime.accelerator.record_compute()
 
     # -- between steps -------------------------------------------------------------------------------------------------
 
     def prefetch(self) -> None:
-        """Start to read the sub-groups that the next step probably updates first, unless they are being read."""
+        """Start to read ahead the sub-groups that the next step probably updates first."""
         if self._stages:
             self._prefetcher.read()
 
     def cancel_prefetch(self) -> None:
-        """Drop the state that was read ahead. Called before state changes, or if the next step needs other
-        sub-groups."""
+        """Drop the state that was read ahead. Called before state changes, and after failures."""
         self._prefetcher.cancel()
 
     def hold(self, until: Mapping[int, Transfer], reading: Transfer = COMPLETED) -> None:
-        """Delay updates while a save reads state in place. `until`: index of a sub-group -> the transfer after which it
-        may be updated. `reading` ends when the save has read everything, parameters too; it never fails. Called on the
-        thread that updates."""
+        """Delay updates while a save reads state in place. `until`: index of a sub-group -> the transfer after which
+        the sub-group may be updated. `reading`: ends when the save has read everything, parameters too; it never fails.
+        Called on the thread that updates."""
         self._held, self._reading = until, reading
 
     def wait_held(self) -> None:
@@ -222,9 +221,9 @@ class UpdatePipeline:
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def step(self, job: UpdateJob) -> None:
-        """Update every sub-group that has a gradient once, and return when everything is written. If bytes that were
-        read cannot be trusted, raise TransferError or CorruptionError before their sub-group changes; sub-groups
-        updated before stay updated. On any error every unit update that is not complete fails with it."""
+        """Update every sub-group that has a gradient once, and return when everything is written. If a sub-group cannot
+        be read intact, raise TransferError or CorruptionError before it changes; sub-groups updated before stay
+        updated. Any error also fails every unit update that is not complete."""
         step = _Step(job, job.queue or self._queue_all(job), self.view.layouts)
         reads_ahead = self._stages and not job.on_device
         if reads_ahead:
@@ -244,15 +243,15 @@ class UpdatePipeline:
             self._prefetcher.end_step()
 
     def _begin(self, step: _Step) -> None:
-        """Begin to read ready sub-groups: first all that were prefetched, then others in order while buffers are free.
-        If nothing needs to be read, begin only one sub-group, because a shallower one may become ready in backward."""
+        """Begin to read ready sub-groups: first the prefetched ones, then others in order while buffers are free. If
+        nothing has to be read, begin only one sub-group, because a shallower one may become ready in backward."""
         step.count_skipped(step.queue.take_skipped())
         if self._reads:
             for prefetched in map(self._prefetcher.take, step.queue.take_among(self._prefetcher.subgroups)):
                 step.opened.append(prefetched)
                 self._read_gradients(prefetched, step.job)
         while self._reads or not step.opened:
-            # with a queue gradients may be under way: take one whose gradients have arrived
+            # in backward gradients may be under way: prefer a sub-group with all gradients arrived
             layout = step.queue.peek() if step.job.queue is None else step.queue.choose(step.job.gradients)
             if layout is None:
                 return
@@ -266,12 +265,13 @@ class UpdatePipeline:
                 return
 
     def _read_gradients(self, work: SubGroupWork, job: UpdateJob) -> None:
-        """Start to read gradients from NVMe together with the state, if step() has already waited for all gradients."""
+        """Start to read gradients from NVMe together with the state, unless the update began in backward: its gradients
+        may still be on their way."""
         if job.queue is None:
             self._io.read_gradients(work, job.gradients)
 
     def _work(self, step: _Step) -> None:
-        """Wait for the reads of the first opened sub-group, update it and start its writes."""
+        """Take the first of `step.opened`: wait for its reads, update it, and start its writes."""
         if not step.opened:
             return
         work, job = step.opened[0], step.job
@@ -289,11 +289,9 @@ class UpdatePipeline:
 
     def _retire(self, step: _Step) -> None:
         """Release the buffers of written sub-groups, oldest first, and read ahead into buffers that no ready sub-group
-        needs.
-
-        Wait for a write only if no sub-group becomes ready any more, or if a ready one needs the buffer."""
+        needs. Wait for a write only at the end of the step, or if a ready sub-group needs its buffer."""
         ended = not step.opened and step.queue.has_ended()
-        if ended:  # count those skipped last: forward waits for them
+        if ended:  # count the sub-groups skipped last: forward waits for them
             step.count_skipped(step.queue.take_skipped())
             step.job.computed.complete()
         reads_ahead = self._stages and not step.job.on_device
@@ -309,7 +307,7 @@ class UpdatePipeline:
             must_wait = False
         if reads_ahead:
             self._prefetch(step)
-        if step.written and not (ended or step.opened):  # a slow write holds up nothing that becomes ready in backward
+        if step.written and not (ended or step.opened):  # a slow write must not delay sub-groups that become ready
             step.queue.wait(POLL_S)
 
     def _prefetch(self, step: _Step) -> None:
@@ -342,9 +340,9 @@ class UpdatePipeline:
 
     @contextmanager
     def _gradients(self, work: SubGroupWork, gradients: GradientSource) -> Iterator[list[torch.Tensor]]:
-        """Yield each segment's gradients, on the device of its state. If a unit's state is split over tiers, its
-        gradients rest in host memory; then the part for state on the device is copied there. That memory is planned for
-        gradients in flight, of which there are none by now."""
+        """Yield the gradients of each segment (the part of a unit in the sub-group), on the device that holds the
+        state. If they rest in host memory and the state is on the device, they are copied there. This uses the memory
+        planned for gradients in flight; none are in flight now."""
         segments = work.layout.subgroup.segments
         read = work.grads or [None] * len(segments)
         grads = [gradients.part(s) if part is None else part for s, part in zip(segments, read, strict=True)]
@@ -411,8 +409,9 @@ class UpdatePipeline:
         self.view.scalars.replace(layout, scalars)
 
     def _spans(self, segment: Segment, gradients: GradientSource, scalars: PieceScalars) -> list[list[ParamPiece]]:
-        """Return lists of neighbouring pieces that one `Run` can step: they have gradients, are in one param group, and
-        share one object of scalars (as pieces do that were always stepped together)."""
+        """Group the segment's pieces (parts of parameters) into lists that one `Run` can step. The pieces of a list are
+        neighbours with gradients, in one param group, and share one object of scalars: they were always stepped
+        together."""
         spans: list[list[ParamPiece]] = []
         last: ParamPiece | None = None
         for piece in segment.pieces:
@@ -435,8 +434,8 @@ class UpdatePipeline:
 class _Step:
     """The progress of one step. `opened`: sub-groups being read. `written`: sub-groups being written.
 
-    A unit's `computed` completes when the last sub-group with a part of the unit is computed, `written` when it is
-    written."""
+    Completes the `UnitUpdate` of each unit: `computed` when all sub-groups with a part of the unit are computed,
+    `written` when all of them are written."""
 
     def __init__(self, job: UpdateJob, queue: ReadyQueue, layouts: Sequence[StateLayout]) -> None:
         self.job, self.queue = job, queue
@@ -463,7 +462,7 @@ class _Step:
             self._uncomputed[index] -= 1
             if self._uncomputed[index]:
                 continue
-            if not self.job.on_device:  # the job for the other tiers, which runs last, releases them
+            if not self.job.on_device:  # the job for the other tiers runs last and releases them
                 self.job.gradients.release(segment.unit)
             if index in self.job.unit_updates:
                 self.job.unit_updates[index].computed.complete()
@@ -484,13 +483,12 @@ class _Step:
 
 
 class Prefetcher:
-    """Reads the sub-groups that a step will need next, in the order of the step before, into free staging buffers; it
-    leaves one buffer free.
+    """Reads sub-groups ahead into free staging buffers, in the order of the last step. It leaves one buffer free.
 
     [Note: Reading ahead] While an update waits for gradients, the disk can read the state that it will need. Once a
-    step has begun all of its sub-groups, it can read the first sub-groups of the next step: during its own last writes,
-    the forward, and the beginning of backward, which completes no gradient yet. Code that changes state between two
-    steps calls `cancel` first.
+    step has begun all of its sub-groups, the first sub-groups of the next step can be read: during the last writes, the
+    forward, and the beginning of backward, which completes no gradient yet. Code that changes state between two steps
+    calls `cancel` first.
 
     `open_nowait(layout, param_kind)`: starts the reads of a sub-group; returns None while no buffer is free. Used by
     one thread at a time: the one that updates, and between steps the driver.
@@ -503,21 +501,24 @@ class Prefetcher:
         self._works: dict[int, SubGroupWork] = {}
         """Index of a sub-group that was read ahead -> its work, in the order of the reads."""
         self._expected: deque[StateLayout] = deque()
-        """Sub-groups to read after those in `_works`."""
+        """The sub-groups to read ahead next, in order."""
         self._order: list[StateLayout] = []
         """The sub-groups that the last step read, in the order in which it began them."""
         self._begun: set[int] = set()
+        """Indices of the sub-groups that this step has begun."""
         self._ended: list[StateLayout] = []
+        """The sub-groups that this step has read and written, in order."""
         self._all_begun = False
+        """Whether this step has begun all of its sub-groups."""
 
     @property
     def subgroups(self) -> Collection[int]:
-        """The indices of the sub-groups that are being read ahead or were."""
+        """The indices of the sub-groups that were read ahead. Their reads may still be under way."""
         return self._works.keys()
 
     def read(self) -> None:
-        """Start to read the next expected sub-groups while buffers are free. If starting a read fails, stop; the step
-        that needs the sub-group reads it again and raises the error."""
+        """Start to read the next expected sub-groups while more than one buffer is free. If a read cannot start, stop:
+        the step that needs the sub-group reads it again and raises the error."""
         with suppress(TieredZeroError):
             while self._io.num_free > 1 and (layout := self._next()) is not None:
                 if (work := self._open_nowait(layout, self._param_kind)) is None:
@@ -527,15 +528,15 @@ class Prefetcher:
     def _next(self) -> StateLayout | None:
         while self._expected:
             layout = self._expected.popleft()
-            # a delayed update swaps the parameters' homes, and these masters would be made from them
+            # masters that are computed from parameters: a delayed update swaps the homes of these before
             is_fixed = self._param_kind == "param" or not layout.masters.needs_params
             if is_fixed and layout.subgroup.index not in self._begun:
                 return layout
         return None
 
     def evict_last(self) -> bool:
-        """Free the buffer of the sub-group that was read ahead last, for a sub-group that was not expected. Return
-        False if none was read ahead."""
+        """Drop the sub-group that was read ahead last, to free its buffer for one that was not expected. Return False
+        if none was read ahead."""
         if not self._works:
             return False
         _, last = self._works.popitem()
@@ -544,7 +545,8 @@ class Prefetcher:
         return True
 
     def cancel(self) -> None:
-        """Drop all sub-groups that were read ahead. Called before state changes, or if the order is not as expected."""
+        """Drop all sub-groups that were read ahead. Called before state changes, after failures, and when the next step
+        or another kind of slots is expected."""
         self._begun.clear()
         self._expected = deque(self._order)
         for index, work in list(self._works.items()):
@@ -560,7 +562,8 @@ class Prefetcher:
         self._ended, self._all_begun = [], False
 
     def take(self, layout: StateLayout) -> SubGroupWork:
-        """Return the work of a sub-group that was read ahead: the step begins its update."""
+        """Return the `SubGroupWork` of a sub-group that was read ahead, and remove it here: the step begins to update
+        the sub-group."""
         self._begun.add(layout.subgroup.index)
         return self._works.pop(layout.subgroup.index)
 
@@ -577,8 +580,8 @@ class Prefetcher:
             self._expected.append(work.layout)
 
     def expect_next_step(self) -> None:
-        """Read ahead for the next step from now on: this step has begun all of its sub-groups, and does not need the
-        others that were expected."""
+        """Expect the sub-groups of the next step from now on, in the order of this one. Called when this step has begun
+        all of its sub-groups."""
         if not self._all_begun:
             self._all_begun = True
             self.cancel()

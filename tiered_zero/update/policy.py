@@ -48,27 +48,26 @@ from tiered_zero.update.pipeline import ReadyQueue, UpdateJob, UpdatePipeline, h
 
 class UpdatePolicy(ABC):
     """Decides when updates run, and runs them. The driver thread calls it between backward and forward. `failures`:
-    keeps the error of a failed update; no step runs after one, because state is rewritten in place."""
+    keeps the error of a failed update. No step runs after a failure, because state is rewritten in place."""
 
     def __init__(self, pipeline: UpdatePipeline, pager: Pager | None) -> None:
-        """`pager`: keeps compute from using the weights from before an update; None without an engine."""
+        """`pager`: blocks compute from using old weights during an update; None without an engine."""
         self._pipeline = pipeline
         self._pager = pager
         self.view = pipeline.view
         self.failures = FailureLatch()
         self.num_applied = 0
-        """Steps applied so far, including those before a resume."""
+        """The number of steps applied so far, including steps before a resume."""
 
     @abstractmethod
     def prepare(self) -> None:
-        """Prepare a step: finish the updates under way, and block compute from using the weights that are about to
-        change. If this raises, or if `drop` follows, no weight has changed."""
+        """Prepare a step: finish the updates under way, and block compute from using weights that are about to change.
+        No weight changes, even if this raises."""
 
     @abstractmethod
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
-        """Run the update of the prepared step, or start it and block every read of weights that must wait for it.
-        `grad_scale`: the factor for gradients. If this raises, half an update may be done, and the caller has to call
-        `latch`."""
+        """Run the update of the prepared step; or start it, and make each read of weights wait for it. `grad_scale`:
+        the factor for gradients. If this raises, the update may be partly done, and the caller has to call `latch`."""
 
     @abstractmethod
     def _finish(self) -> None:
@@ -77,11 +76,11 @@ class UpdatePolicy(ABC):
     # -- ways to end an update -----------------------------------------------------------------------------------------
 
     def finish(self, *, before_write: bool = False) -> None:
-        """Wait until every update so far is done and visible.
+        """Wait until every update so far is complete, and its new parameters are visible to compute.
 
-        `before_write`: whether the caller is about to change state or parameters; then also drop the state that was
-        read ahead, and wait for a save that reads them. Raises the error of an update that fails during the wait, and
-        EngineFailedError if an update has failed before, because state is then partly new.
+        `before_write`: whether the caller is about to change state or parameters. Then also drop the state that was
+        read ahead, and wait until a running save has read everything. Raises the error of an update that fails during
+        the wait. Raises EngineFailedError if an update has failed before, because state is then partly new.
         """
         self._finish()
         if before_write:
@@ -89,14 +88,14 @@ class UpdatePolicy(ABC):
             self._pipeline.wait_held()
 
     def drop(self, drain: Callable[[], None]) -> None:
-        """Drop the step: begin no more of its updates, and drop the state that was read ahead. `drain`: blocks until
-        the lanes are idle. Latches if the update is partly done. Raises only what `drain` raises."""
+        """Drop the step: begin no more of its updates, and drop the state that was read ahead. Latches if the update is
+        partly done. `drain`: blocks until the lanes are idle; only its errors are raised."""
         drain()
         self._cancel_prefetch()
 
     def latch(self, why: str) -> None:
-        """Record, with the reason `why`, that a change of weights or state was not completed, and wake every thread
-        that waits for an update. From now on `check` raises."""
+        """Record that a change of weights or state was not completed: from now on `check` raises EngineFailedError with
+        the reason `why`. Every wait for an update ends."""
         self.failures.set(EngineFailedError(why))
 
     # -- in a step -----------------------------------------------------------------------------------------------------
@@ -107,39 +106,39 @@ class UpdatePolicy(ABC):
             self.failures.check(_refusal)
 
     def check_untouched(self, act: str) -> None:
-        """Raise ModelError if an update has begun in backward and its step() has not come: it is too late for `act`,
-        the first words of the error message."""
+        """Raise ModelError if an update that began in backward still waits for its step(). `act`: the act that this
+        forbids, the first words of the error message."""
         return
 
     def update_now(self, gradients: GradientSource) -> None:
-        """Run an update with `gradients`, all zero, on this thread, to create state: it changes no weight and does not
-        count as a step. Called between two steps; other ranks need not call it."""
+        """Create state by an update with `gradients`, which are all zero. It runs on this thread, changes no weight and
+        does not count as a step. Called between two steps; other ranks need not call it."""
         self.finish(before_write=True)
         self._step(self._job(gradients, 1.0))
         self._end_update()
 
     def begin_backward(self) -> None:
-        """Prepare for the only backward of a step: start to read state ahead, and if updates begin in backward, let
-        them begin."""
+        """Prepare for the only backward of a step: start to read state ahead, and, if updates begin in backward, start
+        the job that `unit_ready` fills."""
         self._prefetch()
 
     def unit_ready(self, unit: Unit) -> None:
-        """Begin the unit's update if updates begin in backward. Called when the unit's gradients are complete."""
+        """Begin the unit's update, if updates begin in backward. Called when the unit's gradients are complete."""
         return
 
     @property
     def is_open(self) -> bool:
-        """Whether an update has begun in backward, and its step() has not come yet."""
+        """Whether an update that began in backward waits for its step()."""
         return False
 
     def prepare_evaluation(self) -> None:
-        """Make every update visible to the evaluation forward that begins. Exact policies do nothing here, because each
-        use of a unit waits for its update."""
+        """Make every update visible before a forward in evaluation. Exact policies do nothing here, because each use of
+        a unit waits for its update."""
         return
 
     def at_cut(self, job: Callable[[], None]) -> Transfer:
-        """Run `job` after all writes of the last update and before the next update begins; an asynchronous save starts
-        there. The job runs on the update lane if updates run there, else at once. `finish` waits for it. Return a
+        """Run `job` between the last update and the next one: after all writes of the last. An asynchronous save starts
+        there. The job runs on the update lane if updates run there, else at once; `finish` waits for it. Return a
         transfer that ends with the job and carries its error. Raises ModelError while an update that began in backward
         waits for its step(), and EngineFailedError after a failure."""
         self.check_untouched("State is to be saved")
@@ -149,11 +148,12 @@ class UpdatePolicy(ABC):
         return cut
 
     def run_behind(self, act: Callable[[], None], after: Sequence[Transfer] = ()) -> None:
-        """Run `act` after the update that is under way, and after the transfers in `after`."""
+        """Run `act` after the update under way and the transfers in `after`: on the update lane, or at once if updates
+        run inside step()."""
         act()
 
     def _cancel_prefetch(self) -> None:
-        """Drop the state that was read ahead, unless an update runs: it reads ahead itself."""
+        """Drop the state that was read ahead. Do nothing while an update runs, which reads ahead itself."""
         if self._is_idle():
             self._pipeline.cancel_prefetch()
 
@@ -195,20 +195,20 @@ class UpdatePolicy(ABC):
             self._end(job)
 
     def _end_update(self) -> None:
-        """Tell the pager that the parameters of resident units have new values."""
+        """Record in the pager that units on the device have their new values."""
         if self._pager is not None:
             self._pager.end_update()
 
     @staticmethod
     def _end(job: UpdateJob) -> None:
-        """Release the job's gradients and complete `computed`, even if the job was never launched."""
+        """Release the job's gradients and complete its `computed`. Called also for a job that was never launched."""
         if not job.on_device:  # the job for the other tiers still needs the gradients
             job.gradients.release_all()
         job.computed.complete()
 
 
 def _refusal(error: BaseException) -> str:
-    """Return the message of the EngineFailedError that later calls raise after `error`: why, and what to do."""
+    """Return the message of the EngineFailedError that calls after the failure `error` raise: why, and what to do."""
     if isinstance(error, EngineFailedError) and error.__cause__ is None:  # set by `latch`
         text = f"{error}; weights and state are partly new and partly those before."
     else:
@@ -238,8 +238,8 @@ class BarrierPolicy(UpdatePolicy):
         units: Sequence[Unit],
         written: Callable[[Unit], None],
     ) -> None:
-        """Run the update on the update lane. For each of `units` that has a gradient, in order, call `written` on the
-        driver thread once the unit's parameters are written, while later units are still being updated."""
+        """Run the update on the update lane. For each unit of `units` with a gradient, in order, call `written(unit)`
+        on the driver thread once the unit's parameters are written. Later units are still being updated then."""
         self.num_applied += 1
         runtime = self._pipeline.runtime
         changed = [u for u in units if any(gradients.has(u, entry.param) for entry in u.entries)]
@@ -259,7 +259,8 @@ class BarrierPolicy(UpdatePolicy):
 
 
 class GatheringPolicy(BarrierPolicy):
-    """Updates this rank's shards inside step(), and gathers the shards of all ranks. See [Note: Update of shards]."""
+    """Updates this rank's shards inside step(), then fills each unit with the shards of all ranks. See
+    [Note: Update of shards]."""
 
     def __init__(self, pipeline: UpdatePipeline, pager: Pager, gather: WholeWeights) -> None:
         super().__init__(pipeline, pager)
@@ -276,11 +277,12 @@ class GatheringPolicy(BarrierPolicy):
 
 
 class EagerUpdate:
-    """An update that begins in backward: adds a sub-group to a running job as soon as the gradients of all its units
-    are complete. Used on the driver thread.
+    """An update that begins in backward. It adds a sub-group to a running job as soon as the gradients of all units in
+    the sub-group are complete. Used on the driver thread.
 
-    `freeze(unit, into)` moves a unit's gradients from the gradient store to the job. `keep(unit)` is called once every
-    sub-group of the unit is queued: gradients from NVMe may then stay in host memory until the update has read them.
+    `freeze(unit, into)` moves a unit's gradients from the gradient store to `into`, the job's gradients. `keep(unit)`
+    is called once every sub-group of the unit is queued: gradients whose home is NVMe then stay in host memory until
+    the update has read them.
     """
 
     def __init__(
@@ -311,13 +313,12 @@ class EagerUpdate:
         return unit.index in self._layouts_of
 
     def incomplete(self, units: Sequence[Unit]) -> list[Unit]:
-        """Return those of `units` whose update has not begun, because their gradients were not complete in
-        backward."""
+        """Return the units of `units` that were not added: their gradients were not complete in backward."""
         return [unit for unit in units if unit.index not in self.job.unit_updates]
 
     def add(self, unit: Unit, after: Transfer) -> None:
-        """Begin the unit's update, now that its gradients are complete. `after`: ends when compute no longer reads the
-        unit's parameters."""
+        """Add a unit with complete gradients: queue each of its sub-groups that waits for no other unit. `after`: ends
+        when compute no longer reads the unit's parameters."""
         self._freeze(unit, self._gradients)
         for layout in self._layouts_of[unit.index]:
             waits_for = self._waits_for[layout.subgroup.index]
@@ -331,8 +332,8 @@ class EagerUpdate:
                         self._keep(segment.unit)
 
     def finish(self, gradients: StepGradients, after: Transfer) -> None:
-        """Queue the remaining sub-groups that have a gradient in `gradients`, skip the others, and close the queue.
-        `step()` calls this. `after`: ends when the work that compute has launched before is done."""
+        """Queue the remaining sub-groups with a gradient, skip the others, and close the queue. Called in `step()`.
+        `gradients`: all gradients of the step. `after`: ends when all work launched by compute so far is done."""
         self._gradients.fill(gradients)
         skipped: list[StateLayout] = []
         for layout in self._layouts:
@@ -346,15 +347,16 @@ class EagerUpdate:
         self._queue.close(skipped)
 
     def cancel(self) -> bool:
-        """End the job without the sub-groups that it has not begun. Return whether it may have begun some."""
+        """End the job, and remove the sub-groups that it has not begun. Return whether any sub-group was ever queued:
+        the job may then have updated it."""
         self._queue.clear()
         self._queue.close()
         return bool(self._queued)
 
 
 class OverlappedPolicy(UpdatePolicy):
-    """Runs updates on the update lane while compute goes on: `overlapped`. Each use of a unit waits until the unit's
-    last update, which the inventory keeps, is done."""
+    """Runs updates on the update lane while compute goes on: `overlapped`. Each use of a unit waits for the unit's last
+    update, which the inventory keeps."""
 
     def __init__(
         self,
@@ -362,8 +364,9 @@ class OverlappedPolicy(UpdatePolicy):
         pager: Pager,
         open_eagerly: Callable[[Sequence[Mapping[str, Any]], Transfer], EagerUpdate] | None = None,
     ) -> None:
-        """`open_eagerly`: makes an update that begins in backward, from copies of the param groups and a transfer that
-        ends when the work launched by compute is done; None if a gradient check comes first."""
+        """`open_eagerly(groups, after)`: makes an update that begins in backward; None if a gradient check comes first.
+        Its arguments are copies of the param groups, and a transfer that ends when all work launched by compute so far
+        is done."""
         super().__init__(pipeline, pager)
         self._inventory = self.view.inventory
         segments = [segment for layout in self.view.layouts for segment in layout.subgroup.segments]
@@ -464,7 +467,7 @@ class OverlappedPolicy(UpdatePolicy):
         return all(event.done() for event in self._running)
 
     def _join(self) -> None:
-        """Wait for the updates under way. Raises their first error, but only once; after that `check` raises."""
+        """Wait for the updates under way. Raises the first of their errors, once; later calls of `check` raise."""
         if not self._running:
             return
         errors: list[Exception] = []
@@ -481,7 +484,7 @@ class OverlappedPolicy(UpdatePolicy):
             raise errors[0]
 
     def _wait_computed(self) -> None:
-        """Block until the last update is computed and needs its gradients no more; its writes may go on."""
+        """Block until the last update is computed and no longer needs its gradients. Its writes may go on."""
         self.check_untouched("Another backward begins")
         if self._started is not None:
             with self._runtime.recorder.span("compute", "wait_update"):
@@ -504,8 +507,8 @@ class OverlappedPolicy(UpdatePolicy):
 
 
 class DelayedPolicy(UpdatePolicy):
-    """Runs updates one step late: `delayed`. They write to the back slots, a second set of slots for parameters.
-    `exact`: the policy of the first `start_step` steps; its lane runs all updates."""
+    """Runs updates one step late: `delayed`. Updates write to the back slots, a second set of slots for parameters.
+    `exact`: runs the first `start_step` steps; later updates use its lane too."""
 
     def __init__(self, exact: OverlappedPolicy, start_step: int) -> None:
         super().__init__(exact._pipeline, exact.pager)
@@ -513,15 +516,16 @@ class DelayedPolicy(UpdatePolicy):
         self._exact = exact
         self._start_step = start_step
         self._is_unpublished = False
-        """Whether an update to the back slots has begun whose values are not visible yet."""
+        """Whether an update to the back slots has begun, and its new values are not visible yet."""
         self._is_publishing = False
+        """Whether `check` must make the new values visible: their update is complete."""
 
     def begin_backward(self) -> None:
-        """Do nothing: the update that runs under this backward reads ahead itself."""
+        """Do nothing: an update runs during this backward, and reads ahead itself."""
 
     def at_cut(self, job: Callable[[], None]) -> Transfer:
-        """Make the delayed update visible first, so that a save holds the state of one step; then do what
-        `UpdatePolicy.at_cut` says."""
+        """Do what `UpdatePolicy.at_cut` says, after making the delayed update visible, so that a save holds the state
+        of one step."""
         self._finish()
         return super().at_cut(job)
 

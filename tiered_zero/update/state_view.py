@@ -1,5 +1,9 @@
-"""Read and write a rank's optimizer state: masters and state arrays are in the slots of sub-groups, scalars (such as
-step counts) in memory."""
+"""Read and write a rank's optimizer state between updates: masters and state arrays in the slots of sub-groups, scalars
+(such as step counts) in memory.
+
+A sub-group is a part of the parameters that the optimizer steps at once. A segment is the part of a unit in one
+sub-group, and a piece the part of a parameter. A `StateLayout` stands for a sub-group: it says where the sub-group's
+slot holds each array."""
 
 from __future__ import annotations
 
@@ -35,21 +39,20 @@ ParamState = dict[str, Any]
 """One parameter's state as `torch.optim.Optimizer.state` holds it: arrays of any shape, 0-d tensors, plain values."""
 
 PieceScalars = Mapping[int, Mapping[str, Any]]
-"""Index of a piece (the part of a parameter in a sub-group) -> its `Run.scalars`."""
+"""Index of a piece -> the scalars of its state, such as step counts."""
 
 
 @final
 class Scalars:
-    """The scalars of the stepped pieces (parts of parameters) of each sub-group. A sub-group without scalars has
-    masters but no other state; a piece without scalars has no state. Neighbouring pieces whose scalars are one object
-    are stepped together."""
+    """Holds the scalars of every piece that has state, by sub-group. A sub-group without scalars has masters and no
+    other state. Neighbouring pieces that share one object of scalars are stepped together."""
 
     def __init__(self, layouts: Sequence[StateLayout], of_subgroups: Mapping[int, PieceScalars] | None = None) -> None:
         self._layouts = layouts
         self._of = dict(of_subgroups or {})
 
     def has_state(self, layout: StateLayout) -> bool:
-        """Return whether the sub-group's slot holds state in addition to masters, as after its first update."""
+        """Return whether the sub-group's slot holds state in addition to masters. It does after the first update."""
         return layout.subgroup.index in self._of
 
     @property
@@ -70,8 +73,7 @@ class Scalars:
         self._of[layout.subgroup.index] = scalars
 
     def drop(self, layout: StateLayout) -> None:
-        """Drop the sub-group's scalars. Its slot then counts as holding masters alone, and its next step initializes
-        the state."""
+        """Drop the sub-group's scalars, and with them its state: its next update initializes the state anew."""
         self._of.pop(layout.subgroup.index, None)
 
     def copy(self) -> Scalars:
@@ -80,7 +82,7 @@ class Scalars:
         return Scalars(self._layouts, self._of)
 
     def by_name(self) -> dict[str, Mapping[str, Any]]:
-        """Return parameter name -> scalars for all parameters with state. Raises InternalError if the pieces of one
+        """Return parameter name -> scalars, for all parameters with state. Raises InternalError if the pieces of one
         parameter have different scalars."""
         found: dict[str, Mapping[str, Any]] = {}
         for layout in self._layouts:
@@ -97,11 +99,11 @@ class Scalars:
 
 @final
 class ParamShards:
-    """Lets all ranks read and change masters and state together. `trained`: names of the parameters in `units` that
-    have masters and state on some rank. `is_sharded`: whether each rank holds only its shards of the state.
+    """Lets all ranks read and change masters and state together. `trained`: names of the parameters that are trained,
+    on any rank. `is_sharded`: whether each rank holds only its shards of masters and state.
 
-    If state is sharded, every rank makes each call in the same order and waits for the others. Otherwise a rank may
-    read alone, but changes are still made on all ranks together. Used on the driver thread.
+    If state is sharded, every rank makes the same calls in the same order and waits for the others. Otherwise a rank
+    may read alone, but all ranks make each change together. Used on the driver thread.
     """
 
     def __init__(
@@ -114,17 +116,17 @@ class ParamShards:
 
     @property
     def readers(self) -> Collectives:
-        """The ranks that take part in a read: all ranks if state is sharded, else only this rank."""
+        """The ranks that read together: all ranks if state is sharded, else only this rank."""
         return self.ranks if self.is_sharded else SingleRank()
 
     def read(self, call: str, act: Callable[[], Result]) -> Result:
-        """Run `act` on each rank of `readers`, and return this rank's result. If it raises on one rank, every reader
-        raises. `call`: what the ranks do, for error messages."""
+        """Run `act` on this rank, as all ranks in `readers` do, and return its result. If `act` raises on one of them,
+        all raise. `call`: what the ranks do, for error messages."""
         return _run(self.readers, call, act)
 
     def change(self, call: str, act: Callable[[], Result]) -> Result:
-        """Run `act` on every rank, and return this rank's result. If it raises on one rank, every rank raises. `call`:
-        what the ranks do, for error messages."""
+        """Run `act` on this rank, as all ranks do, and return its result. If `act` raises on one of them, all raise.
+        `call`: what the ranks do, for error messages."""
         return _run(self.ranks, call, act)
 
     def spec(self, name: str) -> ParamSpec:
@@ -133,7 +135,7 @@ class ParamShards:
 
     def gather(self, param: ParamSpec, flat: torch.Tensor) -> torch.Tensor:
         """Fill `flat` with the other ranks' parts of the parameter, and return it. `flat`: [numel] on the CPU, in the
-        parameter's memory order; it already holds this rank's part."""
+        parameter's memory order, with this rank's part."""
         if not self.is_sharded:
             return flat
         unit, entry = self._places[param.name]
@@ -145,7 +147,7 @@ class ParamShards:
         return flat
 
     def same(self, value: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return a copy of rank 0's `value`, as `dtype` on the CPU. `value` must have one shape on all ranks."""
+        """Return a copy of rank 0's `value`, as `dtype` on the CPU. The shape must be equal on all ranks."""
         whole = value.detach().to("cpu", dtype, copy=True)
         self.ranks.broadcast(whole, 0, "a value that is set")
         return whole
@@ -165,8 +167,9 @@ class StateView:
     invariant: a parameter's value is its master rounded to the parameter's dtype. Used on the driver thread between
     steps, and within a step on the thread that updates; access to a slot blocks.
 
-    State in torch's format does not include fp32 masters, which follow the parameters. If the state format is lossless,
-    state that is moved to a plain torch optimizer and back keeps its bits.
+    State in torch's format, as in `torch.optim.Optimizer.state`, has no fp32 masters, except for an optimizer without
+    an engine (MASTER). If the state format is lossless, state that is moved to a plain torch optimizer and back keeps
+    its bits.
     """
 
     def __init__(
@@ -199,40 +202,40 @@ class StateView:
 
     @property
     def need_params(self) -> bool:
-        """Whether masters are computed from the parameters and the stored bits, so reads of masters need parameters."""
+        """Whether masters are computed from the parameters and stored bits. Reads of masters then need parameters."""
         return any(layout.masters.needs_params for layout in self.layouts)
 
     def cuts(self, unit: Unit) -> list[int]:
-        """Return the first element of each part of the unit that a sub-group holds."""
+        """Return the first element, in the unit's flat, of each of the unit's segments."""
         return [segment.unit_start for _, segment in self._segments(unit)]
 
     def store_masters(self, unit: Unit, flat: torch.Tensor) -> None:
-        """Store the initial masters of the unit from `flat`, [P] fp32 on the CPU."""
+        """Store the unit's initial masters. `flat`: their values, [P] fp32 on the CPU."""
         for layout, segment in self._segments(unit):
             parts = [torch.zeros(segment.numel, dtype=dtype) for dtype in layout.masters.dtypes]
             layout.masters.replace(parts, segment.part_of(flat))
             self._write(layout, segment, parts)
 
     def replace_masters(self, unit: Unit, flat: torch.Tensor) -> None:
-        """Set every master of the unit to its value in `flat`, [P] fp32 on the CPU. The caller has set the parameters
-        to the rounded values."""
+        """Replace the unit's masters. `flat`: the new values, [P] fp32 on the CPU. The caller has set the parameters to
+        these values, rounded."""
         for layout, segment in self._segments(unit):
             parts = self._read(layout, segment)
             layout.masters.replace(parts, segment.part_of(flat))
             self._write(layout, segment, parts)
 
     def follow(self, unit: Unit, flat: torch.Tensor, old: torch.Tensor | None = None) -> None:
-        """Update the masters after user code changed the parameters: a master that does not round to its new parameter
-        becomes equal to the parameter. `flat`: the new parameters, [P] of the unit's dtype on the CPU. `old`: the
-        parameters before the change, [P], if the format of the masters needs them."""
+        """Adapt the unit's masters after user code changed its parameters: the master of each changed parameter becomes
+        equal to the parameter. `flat`: the new parameters, [P] of the unit's dtype on the CPU. `old`: the parameters
+        before the change, [P], if `need_params` is true."""
         for layout, segment in self._segments(unit):
             before = None if old is None else segment.part_of(old)
             if parts := layout.masters.follow(self._read(layout, segment), segment.part_of(flat), before):
                 self._write(layout, segment, parts)
 
     def read_masters(self, unit: Unit, params: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the unit's masters, [P] fp32 on the CPU, with zeros for elements that no sub-group holds. `params`:
-        the parameters, [P], if `need_params` is true."""
+        """Return the unit's masters, [P] fp32 on the CPU; 0 for elements in no sub-group of this rank. `params`: the
+        parameters, [P], if `need_params` is true."""
         flat = torch.zeros(unit.numel)
         for layout, segment in self._segments(unit):
             own = None if params is None else segment.part_of(params)
@@ -257,7 +260,7 @@ class StateView:
     def _leased(
         self, layout: StateLayout, read: slice, write: slice | None = None
     ) -> AbstractContextManager[torch.Tensor]:
-        """Return a context with the bytes of a sub-group's slot in memory; see `leased_slot`."""
+        """Return a context that lends the bytes of a sub-group's slot in memory; see `leased_slot`."""
         return leased_slot(self.inventory.home(layout.subgroup, "state"), self.staging, read, write)
 
     def initialize(
@@ -267,14 +270,14 @@ class StateView:
         pieces: Sequence[ParamPiece],
         groups: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Set the initial state of `pieces` in `raw`, the slot's bytes, where their state is zero."""
+        """Set the state of `pieces` to its initial values. `raw`: the slot's bytes; the state in it is zero."""
         views = layout.views(raw)
         for piece in pieces:
             self.rule.init_state(layout.state(raw, piece, piece.start, piece.stop, views), groups[piece.group])
 
     def _export(self, layout: StateLayout, raw: torch.Tensor, piece: ParamPiece, into: ParamState) -> None:
-        """Copy the state of a stepped piece, in torch's format, into `into`, the state of its whole parameter. `raw`:
-        the slot's bytes."""
+        """Copy the state of a piece to `into`, the state of the whole parameter in torch's format. `raw`: the slot's
+        bytes. The piece must have state."""
         state = layout.state(raw, piece, piece.start, piece.stop)
         if layout.masters.needs_params:
             for name in state.keys() & {self.rule.unsigned_field}:
@@ -304,9 +307,9 @@ class StateView:
         *,
         anew: bool,
     ) -> int:
-        """Write state in torch's format to `raw`, the slot's bytes: the inverse of `_export`. `given`: index of a piece
-        -> the state of its whole parameter. `anew`: also initialize the state of all other pieces. Returns the number
-        of arrays that were rounded."""
+        """Write state in torch's format to `raw`, the slot's bytes. Return the number of arrays that were rounded.
+        `given`: index of a piece -> the state of its whole parameter. `anew`: also initialize the state of all other
+        pieces."""
         marks = layout.marks(raw)
         signs = None if marks is None else marks.clone()
         before: PieceScalars = {} if anew else self.scalars.of(layout)
@@ -339,7 +342,7 @@ class StateView:
     def _num_rounded(
         self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any], values: Mapping[str, Any]
     ) -> int:
-        """Count the arrays in `values` that lost bits when they were stored in `state`."""
+        """Count the arrays in `values` that lost bits when they were stored. `state`, `scalars`: the stored form."""
         narrow = [
             name
             for name in values.keys() & state.keys()
@@ -356,7 +359,7 @@ class StateView:
         return list(found)
 
     def _stepped(self, layout: StateLayout, only: nn.Parameter | None = None) -> list[ParamPiece]:
-        """Return the pieces that have state, of all parameters or of `only`."""
+        """Return the sub-group's pieces that have state; with `only`, just the pieces of this parameter."""
         stepped = self.scalars.stepped(layout)
         return stepped if only is None else [piece for piece in stepped if self._params[piece.param.name] is only]
 
@@ -365,14 +368,14 @@ class StateView:
         return frozenset(name for name, param in self._params.items() if param in params)
 
     def is_stepped(self, param: nn.Parameter) -> bool:
-        """Return whether a parameter has state on any rank. Every rank calls this."""
+        """Return whether the parameter has state on any rank. Every rank calls this."""
         is_own = agree(self.shards.ranks, "optimizer state is set", lambda: any(own is param for own in self.stepped()))
         return any(is_own)
 
     def read(self, only: nn.Parameter | None = None) -> dict[nn.Parameter, ParamState]:
-        """Return copies on the CPU of the state of all parameters that have any, or of the parameter `only`; formats
-        with fewer bits become fp32. If state is sharded, every rank calls this. Raises BudgetError if the copies do
-        not fit into free host memory."""
+        """Return copies of the state, on the CPU in torch's format: of all parameters that have any, or only of the
+        parameter `only`. Arrays stored in fewer bits become fp32. If state is sharded, every rank calls this. Raises
+        BudgetError if the copies do not fit into free host memory."""
         if self.shards.is_sharded:
             found = self._read_sharded(only)
         else:
@@ -386,7 +389,7 @@ class StateView:
         }
 
     def _read_own(self, only: nn.Parameter | None) -> dict[nn.Parameter, ParamState]:
-        """Return copies of this rank's state. In an array that is split over ranks, the elements of other ranks are
+        """Return copies of this rank's state. In an array that is split over ranks, elements of other ranks are
         undefined."""
         found: dict[nn.Parameter, ParamState] = {}
         for layout in self.layouts:
@@ -428,9 +431,9 @@ class StateView:
         return found
 
     def _joined(self, param: ParamSpec, own: torch.Tensor | None, form: Sequence[Any], rank: int) -> Any:
-        """Return one value of a parameter's state, joined from all ranks. `own`: this rank's part if the value is an
-        array. `form`: the value's description by `_described` on `rank`, which holds the whole array if the rule is not
-        elementwise."""
+        """Return one value of a parameter's state, joined from all ranks. `own`: this rank's part of an array; None if
+        it has none. `form`: the value's description, made by `_described` on rank `rank`. If the rule is not
+        elementwise, this rank holds the whole array."""
         kind, value, *rest = form
         if kind != "array":
             return value if kind == "value" else torch.tensor(value, dtype=getattr(torch, kind))
@@ -469,8 +472,8 @@ class StateView:
         return sum(field.nbytes for field in fields) + masters
 
     def check(self, states: Mapping[Any, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ModelError if training cannot continue from `states`, in torch's format, with the values of `groups`.
-        Called before `write`."""
+        """Raise ModelError if training cannot continue from `states` (state in torch's format) with `groups` (values of
+        the param groups). Called before `write`."""
         for layout in self.layouts:
             for piece in layout.subgroup.pieces:
                 param, hyper = self._params[piece.param.name], groups[piece.group]
@@ -486,8 +489,8 @@ class StateView:
             logger.warning("optimizer state of %d parameters that are not trained is left out", idle)
 
     def check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ModelError if a step fails with the values of `groups`, but not with the present values of the param
-        groups."""
+        """Raise ModelError if `groups`, new values of the param groups, cannot be used: a step fails with them but not
+        with the present values, or they need state arrays that were not planned."""
         own = self.groups
         changed = [index for index, new in enumerate(groups) if new["params"] and changes(own[index], new)]
         for index in changed:
@@ -502,8 +505,8 @@ class StateView:
                     self._check_planned(layout, piece, groups[piece.group])
 
     def _try_group(self, group: Mapping[str, Any]) -> Exception | None:
-        """Make a few trial steps on a small parameter with the values of `group`; return the exception that they raise,
-        or None."""
+        """Make a few trial steps on a small parameter with the values of `group`. Return the exception that is raised;
+        None if the steps succeed."""
         shape = tuple(min(length, 3) for length in group["params"][0].shape)
         shape = (max(1, math.prod(shape)),) if self.rule.elementwise else shape
         try:
@@ -534,9 +537,9 @@ class StateView:
         groups: Sequence[Mapping[str, Any]] | None = None,
         only: nn.Parameter | None = None,
     ) -> None:
-        """Replace the state of all parameters, or of the parameter `only`, by `states`, which `check` has accepted.
-        Parameters that `states` lacks are left without state. `groups`: the values that the param groups will get;
-        None: they keep theirs."""
+        """Replace the state of all parameters, or only of the parameter `only`, by `states`, which `check` has
+        accepted. Parameters that are missing in `states` are left without state. `groups`: new values of the param
+        groups; None: the present values."""
         num_rounded = 0
         for layout in self.layouts:
             pieces = layout.subgroup.pieces if only is None else self._stepped(layout, only)
@@ -563,19 +566,19 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _cut(piece: ParamPiece, value: torch.Tensor) -> torch.Tensor:
-    """Return the piece's elements, [numel], of `value`, an array in the shape of the whole parameter."""
+    """Return the piece's elements, [numel], from `value`, an array in the shape of the whole parameter."""
     return piece.param.flatten(value.detach())[piece.param_start : piece.param_start + piece.numel]
 
 
 def check_name(name: str, known: Collection[str]) -> None:
-    """Raise ModelError unless `name` is in `known`, the names of a parameter's state tensors."""
+    """Raise ModelError if `name` is not in `known`, the names of a parameter's state tensors."""
     if name not in known:
         expected = " or ".join(map(repr, sorted(known))) or "of no name (this rule keeps none)"
         raise ModelError(f"Expected optimizer state {expected}; found {name!r}.")
 
 
 def _described(values: ParamState) -> dict[str, list[Any]]:
-    """Return name -> a description of each value that JSON can hold: dtype and shape of an array, or the value
+    """Describe each value of a parameter's state for JSON: name -> dtype and shape of an array, or the value
     itself."""
     found: dict[str, list[Any]] = {}
     for name, value in values.items():

@@ -1,5 +1,9 @@
-"""Read the state, parameters and gradients of sub-groups to where they are updated, and write the results to their
-homes."""
+"""Read the state, parameters and gradients of sub-groups (the parts of the parameters that the optimizer steps at once)
+to where they are updated, and write the results to their homes.
+
+State and parameters are updated in place if their slots are in memory. For slots on NVMe they pass through a staging
+buffer: they are "staged". A `StateLayout` stands for a sub-group, and a segment is the part of a unit in a
+sub-group."""
 
 from __future__ import annotations
 
@@ -22,30 +26,32 @@ from tiered_zero.tiers.tier import BufferView, Home, Inventory, UnitUpdate, as_b
 
 
 class ParameterSink(Protocol):
-    """The interface to the parameters that an update writes, segment by segment (a segment is the part of a unit in one
-    sub-group). Used by the thread that updates. `kind`: the slots to write, "param", or "param_back" for a delayed
-    update. `window`: the part of a staging buffer for the segment's parameters."""
+    """The interface to the parameters that an update reads and writes, segment by segment. Used by the thread that
+    updates. `kind`: the slots to write: "param", or "param_back" for a delayed update. `window`: the part of a staging
+    buffer for the segment's parameters."""
 
     def view(self, segment: Segment, kind: str, *, on_device: bool) -> torch.Tensor | None:
-        """Return a view of the parameters, [numel] of the unit's dtype, that the update can write in place; None if new
+        """Return a view of the segment's parameters, [numel] of the unit's dtype, for an update in place; None if new
         values pass through a staging buffer. `on_device`: whether the update runs on the device."""
 
     def read(self, segment: Segment, kind: str, window: BufferView | None) -> Transfer | None:
-        """Start to copy the present values to `window`, or, if it is None, to the slots of `kind`. Return the transfer;
-        None if there is nothing to wait for."""
+        """Start to copy the present values to `window`, or, if `window` is None, to the slots of `kind`. Return the
+        transfer; None if there is nothing to wait for."""
 
     def write(
         self, segment: Segment, kind: str, window: BufferView, after: Transfer, unit_update: UnitUpdate | None
     ) -> tuple[Transfer, int | None]:
-        """Start to write new values from `window`, in host memory, to their home, and return the transfer. It begins
-        when `after` is done: earlier work that may still read the old parameters. Also return the byte offset in the
-        unit where the values begin, if `unit_update` lends them to readers until they are written; else None."""
+        """Start to write new values from `window`, in host memory, to their home. Return (transfer, offset).
+
+        `after`: the write begins when this transfer is done, because earlier work may read the old parameters.
+        `unit_update`: may lend the new values to readers until they are written; offset is then their first byte in the
+        unit, else None."""
 
 
 @dataclass(eq=False, repr=False)
 class UnitParameters:
-    """The ParameterSink of an engine: writes parameters to their homes, or to the flats of resident units, which have
-    no other home. `_device_flat`: returns the flat of a resident unit."""
+    """The ParameterSink of an engine. Writes parameters to their homes. Resident units (which live on the device) have
+    no home: their parameters are written to the unit's flat. `_device_flat`: returns the flat of a resident unit."""
 
     _inventory: Inventory
     _runtime: Runtime
@@ -60,7 +66,7 @@ class UnitParameters:
     def read(self, segment: Segment, kind: str, window: BufferView | None) -> Transfer | None:
         home = self._inventory.find(segment.unit, "param")
         if home is None:
-            return None  # on the device, and updated there
+            return None  # the unit is resident and updated on the device
         if window is not None:
             return home.tier.read(home.slot, window, home.offset_of(segment))
         if kind != "param":
@@ -94,14 +100,15 @@ class SubGroupWork:
     """One sub-group that is being read, updated or written.
 
     `param_kind`: the slots that get the new parameters. `raw`: the state, [n] uint8, in place or in the staging buffer.
-    `lease`: the staging buffer, with the staged state, then the staged 16-bit parameters. `home`: the slot of the
-    state. `is_staged`: whether the state passes through the staging buffer. `on_device`: whether the state rests and is
-    updated on the device. `reads`: the transfers that read the state and, if masters need them, the parameters. `outs`:
-    for each segment, the memory to which the rule writes its parameters: [numel] of the unit's dtype. `windows`: for
-    each segment, the part of the staging buffer for its parameters; None if they are written in place. `grads`: for
-    each segment, its gradients read from NVMe, [numel]; None if they rest in memory. `writes`: the transfers that write
-    the results. `pending`: the unit update, and the first byte in the unit, of staged parameters that readers may use
-    until they are written.
+    `lease`: the staging buffer, with the staged state, then the staged 16-bit parameters; None if nothing is staged.
+    `home`: the slot of the state. `is_staged`: whether the state passes through the staging buffer. `on_device`:
+    whether the state rests and is updated on the device. `reads`: the transfers that read state, gradients and, if
+    masters are computed from them, parameters. `writes`: the transfers that write the results. `pending`: (unit update,
+    first byte in the unit) of each staged part of new parameters that readers may use until it is written.
+
+    One entry for each segment: `outs`: the memory to which the rule writes the parameters, [numel] of the unit's dtype.
+    `windows`: the part of the staging buffer for the parameters; None if they are written in place. `grads`: the
+    gradients read from NVMe, [numel]; None if they rest in memory.
     """
 
     layout: StateLayout
@@ -124,10 +131,10 @@ class SubGroupWork:
 
 @dataclass(eq=False, repr=False)
 class SubGroupIO:
-    """Reads sub-groups to where they are updated, and writes them to their homes. Used by one thread at a time.
+    """Reads sub-groups to where they are updated, and writes the results to their homes. Used by one thread at a time.
 
-    A staging buffer holds one sub-group's state, then its parameters unless they are updated in place, then its
-    gradients if they rest on NVMe. `_gradient_dtypes`: index of a unit with gradients on NVMe -> their dtype.
+    A staging buffer holds the following of one sub-group, in this order, as far as it is staged: state, parameters,
+    gradients. `_gradient_dtypes`: index of a unit with gradients on NVMe -> their dtype.
     """
 
     _inventory: Inventory
@@ -145,7 +152,7 @@ class SubGroupIO:
         return self._inventory.home(subgroup, "state").tier.name == "device"
 
     def reads(self, layout: StateLayout) -> bool:
-        """Return whether the sub-group's state, parameters or gradients have to be read before its update."""
+        """Return whether an update of the sub-group must first read state, parameters or gradients."""
         home = self._inventory.home(layout.subgroup, "state")
         is_staged = home.tier.view(home.slot) is None
         return is_staged or layout.masters.needs_params or bool(self._gradient_dtypes)
@@ -155,10 +162,10 @@ class SubGroupIO:
     def open_nowait(
         self, layout: StateLayout, param_kind: str, *, initialized: bool, reads: bool = True
     ) -> SubGroupWork | None:
-        """Start the reads of a sub-group, and return its work; None if it needs a staging buffer and none is free.
+        """Start to read a sub-group, and return its `SubGroupWork`; None if it needs a staging buffer and none is free.
 
         `param_kind`: the slots that get the new parameters. `initialized`: whether the slot holds state in addition to
-        masters. `reads`: False if everything is about to be replaced, so nothing is read."""
+        masters. `reads`: False reads nothing, because the caller replaces everything."""
         home = self._inventory.home(layout.subgroup, "state")
         raw = home.tier.view(home.slot)
         staged, on_device = raw is None, home.tier.name == "device"
@@ -200,16 +207,16 @@ class SubGroupIO:
         return work
 
     def _read_params(self, work: SubGroupWork) -> None:
-        """Start to read the old parameters to the memory to which the new ones will be written, unless they are there
-        already."""
+        """Start to read the old parameters to the memory for the new ones. Parameters that are updated in place are
+        there already."""
         for segment, _, window in self._places(work):
             read = self._params.read(segment, work.param_kind, window)
             if read is not None:
                 work.reads.append(read)
 
     def bind_outputs(self, work: SubGroupWork) -> None:
-        """Set `work.outs` and `work.windows`, the memory to which the rule writes parameters: the staging buffer, after
-        the state, or the parameters' home."""
+        """Set `work.outs`, the memory to which the rule writes parameters, and `work.windows`. For masters that follow
+        changes by the user, also read the present parameters. Called right before the update."""
         work.outs, work.windows = [], []
         for segment, view, window in self._places(work):
             if view is None and work.on_device:
@@ -217,7 +224,7 @@ class SubGroupIO:
             elif view is None:
                 assert window is not None, "a segment without a view is staged"
                 view = window.tensor.view(segment.unit.dtype)
-            if work.layout.masters.follows_params and window is not None:  # only now: the user may change them before
+            if work.layout.masters.follows_params and window is not None:  # not earlier: the user may change them
                 read = self._params.read(segment, work.param_kind, window)
                 if read is not None:
                     self.wait(read, work)
@@ -225,8 +232,9 @@ class SubGroupIO:
             work.windows.append(window)
 
     def _places(self, work: SubGroupWork) -> list[tuple[Segment, torch.Tensor | None, BufferView | None]]:
-        """Return for each segment the view of its parameters in place, or its part of the staging buffer, after the
-        state; the other of the two is None. Call it again after a delayed update has swapped homes."""
+        """Return (segment, view, window) for each segment. If its parameters are updated in place, `view` is a view of
+        them and `window` None; else `window` is its part of the staging buffer, after the state, and `view` None. Call
+        it again after a delayed update has swapped homes."""
         places: list[tuple[Segment, torch.Tensor | None, BufferView | None]] = []
         start = work.layout.nbytes if work.is_staged else 0
         for segment in work.layout.subgroup.segments:
@@ -245,7 +253,7 @@ class SubGroupIO:
         return 0 if dtype is None else segment.numel * dtype.itemsize
 
     def read_gradients(self, work: SubGroupWork, gradients: GradientSource) -> None:
-        """Start to read the sub-group's gradients that rest on NVMe, all of which must have arrived. A second call does
+        """Start to read the sub-group's gradients on NVMe. All of them must have arrived. A second call does
         nothing."""
         if not self._gradient_dtypes or work.grads is not None:
             return
@@ -273,15 +281,15 @@ class SubGroupIO:
         *,
         masters_alone: bool = False,
     ) -> None:
-        """Start the writes of state and parameters. `unit_updates`: unit index -> the unit's update, from which readers
-        get staged parameters until these are written. `after`: ends when the work launched before, which may still read
-        parameters on the device, is done. `masters_alone`: whether there is no state besides the masters."""
+        """Start the writes of state and parameters. `unit_updates`: unit index -> the unit's update, which lends staged
+        parameters to readers until they are written. `after`: parameters on the device are written after this transfer,
+        because earlier work may read them. `masters_alone`: whether the slot has masters and no other state."""
         home, on_device = work.home, work.on_device
         if work.is_staged:
             assert work.lease is not None
             nbytes = work.layout.master_nbytes if masters_alone else work.layout.nbytes
             work.writes.append(home.tier.write(home.slot, BufferView(work.raw[:nbytes], work.lease.memory[:nbytes])))
-        if on_device and any(work.windows):  # on the stream that computed them
+        if on_device and any(work.windows):  # on this stream, which has computed them
             for window, out in zip(work.windows, work.outs, strict=True):
                 if window is not None:
                     self._runtime.accelerator.copy(window.tensor, as_bytes(out))
@@ -306,8 +314,7 @@ class SubGroupIO:
             work.lease.release()
 
     def cancel(self, works: Sequence[SubGroupWork]) -> None:
-        """Release the staging buffers of `works`, which are not needed any more, after all transfers that use them have
-        ended."""
+        """Drop `works`: wait for their transfers, ignoring errors, and release their staging buffers."""
         for work in works:
             for event in (*work.reads, *work.writes):
                 with self._span(work):
