@@ -58,8 +58,8 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A config that fits, its plan, and the step that is predicted for it. `settings`: the keys that the search has set
-    in the config."""
+    """A config whose plan fits the machine, with the plan and its predicted step. `settings`: the keys that the search
+    has set in the config."""
 
     config: Config
     plan: Plan

@@ -151,7 +151,7 @@ takes a second and 100 MB."""
 
 class _Cut:
     """Makes the rule, units and sub-groups of a model. Keeps the last results, because a search plans many placements
-    with equal ones."""
+    that need the same ones."""
 
     def __init__(self, model: nn.Module, specs: dict[nn.Parameter, ParamSpec], source: Optimizer) -> None:
         self.model, self.specs, self.source = model, specs, source

@@ -1,7 +1,7 @@
-"""Provide the methods of DeepSpeed's engine that scripts call and that our engine has only for them.
+"""Provide methods of DeepSpeed's engine, for scripts that call them. Loops written for this engine do not need them.
 
-Some answer questions about the run, and some do nothing. A name that DeepSpeed's engine has and ours lacks raises
-MissingNameError, whose text says what to do instead. Source: DeepSpeed 0.19, runtime/engine.py.
+Some answer questions about the run, and some do nothing. Any other name of DeepSpeed's engine raises MissingNameError,
+with a text that says what to do instead. Source: DeepSpeed 0.19, runtime/engine.py.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class ThroughputTimer:
 
 
 class DeepSpeedNames(ABC):
-    """Adds the methods that only scripts for DeepSpeed need to Engine, which is derived from this class. It has no
-    attributes of its own."""
+    """The base class of `Engine` with the methods that only scripts for DeepSpeed need. It has no attributes of its
+    own."""
 
     _run: EngineParts
     _step: TrainStep

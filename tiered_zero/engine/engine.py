@@ -322,8 +322,8 @@ class Engine(DeepSpeedNames):
         *,
         max_shard_size: int | str = MAX_SHARD_NBYTES,
     ) -> bool:
-        """Write parameters, in the dtype in which they are trained, and buffers to safetensors files in `save_dir`. To
-        be loaded by `from_pretrained(save_dir)` of transformers, or in plain torch.
+        """Write parameters, in the dtype in which they are trained, and buffers to safetensors files in `save_dir`.
+        Both `from_pretrained(save_dir)` of transformers and plain torch can load these files.
 
         Weights larger in total than `max_shard_size` (bytes, or text such as "5GB") are split into numbered files with
         an index. Tied weights are written under each of their names, as `load_state_dict(strict=True)` needs them. A

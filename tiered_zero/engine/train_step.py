@@ -80,7 +80,7 @@ class TrainStep:
         self, units: Sequence[Unit], module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         """Fetch `units`, the units that the module uses, before its forward. If the user calls the module directly,
-        without the engine, also begin a pass. `args`, `kwargs`: the arguments of the forward."""
+        without the engine, also begin a forward pass. `args`, `kwargs`: the arguments of the forward."""
         is_root = module is self.parameters.model
         if is_root and self.pager.direct is not None:  # the root never runs inside itself: that call was interrupted
             self.pager.driver.check("A module's forward")
@@ -109,8 +109,8 @@ class TrainStep:
     @runs_outside_modes
     def post_forward(self, *_: Any) -> None:
         """Release the units that the module used, after its forward. After a direct call (without the engine), also end
-        the pass. Do nothing if `pre_forward` has refused the call, for example on a second thread: torch calls this
-        hook also then."""
+        the forward pass. Do nothing if `pre_forward` has refused the call, for example on a second thread: torch calls
+        this hook also then."""
         if self.pager.exit_frame() and self.pager.direct is not None and not self.pager.frames:
             self.pager.end_direct()
             error = sys.exc_info()[1]

@@ -1,4 +1,5 @@
-"""Keep slots in swap files, as a tier, and move their bytes to the device through staging buffers."""
+"""Keep bytes in swap files: the nvme tier. Move slots (named regions of fixed size) between the disk and memory, and to
+the device through staging buffers."""
 
 from __future__ import annotations
 
@@ -208,7 +209,7 @@ class NvmeTier(Tier):
                 self._deferred -= fetch.is_deferred
 
     def drain(self) -> None:
-        """Wait for all requests to the disk. Called when no lane has a job."""
+        """Wait for all requests to the disk. Called when no lane (worker thread) has a job."""
         self.store.drain_all()
         self._deferred = 0
 

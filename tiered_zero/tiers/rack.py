@@ -95,12 +95,13 @@ class TierRack:
             resources.callback(tier.close)
 
     def drain(self) -> None:
-        """Wait for all requests to the disks. Called when no lane has a job."""
+        """Wait for all requests to the disks. Called when no lane (worker thread) has a job."""
         for tier in self._all_nvme:
             tier.drain()
 
     def reclaim(self) -> None:
-        """Release every staging buffer. Called when no lane has a job, no disk has a request, and no step is open."""
+        """Release every staging buffer that a failed call has left leased. Called when nothing uses the buffers: no
+        lane has a job, no disk has a request, and no step is open."""
         for pool in self._pools:
             pool.reclaim()
 

@@ -83,11 +83,11 @@ class GradientSource(ABC):
         return None
 
     def release(self, unit: Unit) -> None:
-        """Release the unit's gradients: the unit's update is computed."""
+        """Release the unit's gradients. Called when the unit's update is computed."""
         return
 
     def release_all(self) -> None:
-        """Release all gradients: the update has ended or failed."""
+        """Release all gradients. Called when the update has ended or failed."""
         return
 
 
@@ -289,7 +289,8 @@ class FlatWindows:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _begin_use(self, flat: PagedFlat, lane: str) -> None:
-        """Give the flat a window that holds the flat's bytes, and count a user."""
+        """Wait until a window is free, fill it with the flat's bytes, and count a user. A flat that has a window keeps
+        it."""
         flat.was_opened = True
         if flat.previous is not None:
             self.drop(flat.previous)

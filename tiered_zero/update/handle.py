@@ -570,8 +570,8 @@ _REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_
 
 
 def _redirect(source: Optimizer, handle: TieredOptimizer, at_end: Callable[[Callable[[], None]], None]) -> None:
-    """Replace the methods of `source`, the user's own optimizer, by calls of `handle`. A weak reference does not keep
-    `handle` alive. `at_end(act)`: registers the function that undoes this."""
+    """Replace the methods of `source`, the user's own optimizer, by calls of `handle`, which is held by a weak
+    reference. `at_end(act)`: registers the function that undoes this."""
     owner = weakref.ref(handle)
     before = {name: vars(source)[name] for name in _REDIRECTED if name in vars(source)}
     redirects = {name: MethodType(_redirected(name, owner), source) for name in _REDIRECTED}

@@ -18,14 +18,14 @@ gradients are double-buffered, so neither side sees half of the other's work; th
 If ranks hold shards of the state but whole parameters, `barrier` runs on every rank: the update lane steps this rank's
 shards, and the driver starts to gather each unit once its shard is written, in static order. So gathers overlap the
 updates of later units, every rank issues them in the same order, and weights are whole when step() returns.
-With `overlapped` the next forward would have to gather, but one rank may run a forward alone; with `delayed` the first
-read of weights would, and it may come at different times on the ranks.
+The other policies cannot be used: with `overlapped` the next forward would have to gather, but one rank may run a
+forward alone; with `delayed` the first read of weights would have to gather, and ranks may read at different times.
 
 [Note: State on several tiers]
-The driver updates sub-groups whose state rests on the device inside step(), on the stream of compute: running them
-later gains nothing, since compute would wait for itself, and this order needs no synchronization of streams. The other
-sub-groups are updated as above, but not in backward. `delayed` is refused with state on the device; if all state is on
-the device, `barrier` is used.
+Sub-groups with state on the device are updated inside step(), by the driver, on the stream of compute. Updating them
+later would gain nothing, since compute would wait for itself, and this order needs no synchronization of streams. The
+other sub-groups are updated as above, but not in backward. `delayed` is refused with state on the device; if all state
+is on the device, `barrier` is used.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class UpdatePolicy(ABC):
     @abstractmethod
     def prepare(self) -> None:
         """Prepare a step: finish the updates under way, and block compute from using weights that are about to change.
-        No weight changes, even if this raises."""
+        If this raises, or if `drop` follows, the step has changed no weight."""
 
     @abstractmethod
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
@@ -238,7 +238,7 @@ class BarrierPolicy(UpdatePolicy):
         units: Sequence[Unit],
         written: Callable[[Unit], None],
     ) -> None:
-        """Run the update on the update lane. For each unit of `units` with a gradient, in order, call `written(unit)`
+        """Run the update on the update lane. For each member of `units` with a gradient, in order, call `written(unit)`
         on the driver thread once the unit's parameters are written. Later units are still being updated then."""
         self.num_applied += 1
         runtime = self._pipeline.runtime
@@ -313,7 +313,7 @@ class EagerUpdate:
         return unit.index in self._layouts_of
 
     def incomplete(self, units: Sequence[Unit]) -> list[Unit]:
-        """Return the units of `units` that were not added: their gradients were not complete in backward."""
+        """Return the members of `units` that were not added: their gradients were not complete in backward."""
         return [unit for unit in units if unit.index not in self.job.unit_updates]
 
     def add(self, unit: Unit, after: Transfer) -> None:
