@@ -82,7 +82,7 @@ class GradientArrivals:
             self._accumulate(param)
 
     def refuse(self, param: nn.Parameter) -> None:
-        """Drop the gradient that a refused backward has left in `param.grad`."""
+        """Drop the gradient in `param.grad`, which comes from a backward that was refused."""
         with torch._C.DisableTorchFunctionSubclass():
             GRAD_SLOT.__set__(param, None)
 

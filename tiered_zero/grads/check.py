@@ -139,9 +139,11 @@ def span_squares(values: torch.Tensor, span: range, unit: Unit) -> dict[int, lis
 
 @dataclass(frozen=True, kw_only=True)
 class GradCheck:
-    """The result of a gradient check. `finite`: whether all gradients are finite. `norm`: the global L2 norm of the
-    unscaled gradients. `grad_scale`: the factor by which the update multiplies gradients, to unscale and clip them at
-    once. `first_bad`: the name of the first parameter whose gradient is not finite."""
+    """The result of a gradient check.
+
+    `finite`: whether all gradients are finite. `norm`: the global L2 norm of the unscaled gradients. `grad_scale`: the
+    factor by which the update multiplies gradients; it unscales and clips them at once. `first_bad`: the name of the
+    first parameter whose gradient is not finite; None if all are."""
 
     finite: bool
     norm: float
@@ -194,9 +196,9 @@ class LossScaler:
 
     fp16.loss_scale > 0 is a fixed scale. 0 means a dynamic scale, which starts at 2**initial_scale_power. The first
     `hysteresis` - 1 overflows each use up a credit; after them every overflow halves the scale, down to
-    `min_loss_scale`. The scale doubles when the steps since the last overflow, less one, are a positive multiple of
-    `loss_scale_window`. Credits are refilled when the scale doubles, or, with `consecutive_hysteresis`, by every step
-    without overflow.
+    `min_loss_scale`. The scale doubles when n - 1 is a positive multiple of `loss_scale_window`; n is the number of
+    steps since the last overflow. Credits are refilled when the scale doubles, or, with `consecutive_hysteresis`, by
+    every step without overflow.
 
     Source: DeepSpeed 0.19, runtime/fp16/loss_scaler.py, DynamicLossScaler.update_scale.
     """

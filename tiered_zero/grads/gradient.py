@@ -286,8 +286,8 @@ class UnitGradients:
         return {entry.param.index: self.flat[entry.start : entry.stop] for entry in present}
 
     def take_waiting(self) -> dict[int, torch.Tensor]:
-        """Remove this rank's gradients that wait for a bucket, and return them by parameter index. The caller calls
-        `GradientStore.free_taken` once buckets have copied them."""
+        """Return this rank's gradients that wait for a bucket, by parameter index, and keep none of them here. The
+        caller calls `GradientStore.free_taken` once buckets have copied them."""
         taken, self.waiting = self.waiting, {}
         return taken
 
@@ -335,8 +335,8 @@ class UnitGradients:
                 self.assigned.discard(index)
 
     def replace(self, entry: FlatEntry, value: torch.Tensor) -> None:
-        """Copy `value`, in the parameter's shape, to the gradient's home. If `value` has another order in memory than
-        the home, compute its norm now, because torch sums a norm in that order."""
+        """Copy `value`, in the parameter's shape, to the gradient's home. torch sums a norm in memory order: if the
+        home has another order than `value`, compute the norm of `value` now."""
         with self.opened() as flat:
             view = entry.param.view(flat[entry.start : entry.stop])
             view.copy_(value)

@@ -78,14 +78,14 @@ class GradientReducer:
       reductions]).
     * When backward ends, the remaining buckets are reduced as they are.
 
-    A gradient may come after its unit's bucket was reduced: its unit was not noticed in forward, or its parameter had
-    no gradient before. It waits for step() or for the next backward, which reduces it first. If no memory for a bucket
-    is free, the bucket waits for the oldest one, which every rank has started before.
+    A gradient may come after its unit's bucket was reduced, if the unit was not noticed in forward, or if the parameter
+    had no gradient before. Such a gradient waits for step() or for the next backward, which reduces it first. If no
+    memory for a bucket is free, the bucket waits for the oldest bucket, which every rank has started before.
 
     [Note: Whole gradients in backward] With `overlap_comm` and gradients on the device, the last backward of a step
-    reduces in this way too, but whole gradients, whose flats hold the sum over micro-batches. This rank's shard of a
-    reduced unit then holds the average. Later gradients of the unit wait as gradients of shards do, and their average
-    is added.
+    reduces in the same way. It reduces whole gradients: flats that hold the sum over micro-batches. This rank's shard
+    of a reduced unit then holds the average. Later gradients of the unit wait as gradients of shards do, and their
+    average is added.
     """
 
     def __init__(
@@ -302,7 +302,7 @@ class GradientReducer:
 
     def _agree_on_presence(self, micro_steps: int, global_steps: int) -> frozenset[int]:
         """Agree with the other ranks which parameters have a gradient and which units hold sums of several backwards.
-        Return the units that step() reduces: those that have gradients on some rank which no bucket has copied yet."""
+        Return the units that step() reduces: those with gradients, on some rank, that no bucket has copied yet."""
         entries = [(each, entry) for each in self._units.values() for entry in each.unit.entries]
         flags = [entry.param.index in each.present for each, entry in entries]
         units = self._units.values()

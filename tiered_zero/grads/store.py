@@ -115,9 +115,9 @@ class GradientStore:
         gradients.check_new(entry, grad)
         if grad.requires_grad:
             raise ModelError(
-                f"The gradient of {entry.param.name} came with a graph, as backward(create_graph=True) makes; where "
-                "it rests it has none, so a penalty on param.grad would have no gradient. Compute such gradients by "
-                "torch.autograd.grad(loss, params, create_graph=True), and add the penalty to the loss."
+                f"The gradient of {entry.param.name} came with a graph, as backward(create_graph=True) makes; the "
+                "engine keeps gradients without a graph, so a penalty on param.grad would have no gradient. Compute "
+                "them by torch.autograd.grad(loss, params, create_graph=True), and add the penalty to the loss."
             )
         if gradients.shard is None and not gradients.num_sums:
             self._store(gradients, entry, entry.param.flatten(grad))

@@ -94,7 +94,7 @@ class Schedule:
         return True
 
     def distance(self, unit: PagedUnit) -> int | None:
-        """Return the number of elements that, as last time, are used before the unit is used again; None if unknown."""
+        """Return how many elements are used before the unit's next use, as counted last time; None if unknown."""
         if unit not in self._uses:
             return None
         use, position = self._uses[unit]
@@ -156,8 +156,8 @@ class UnitCache:
     [Note: Order of gathers] If homes hold shards, a fetch reads this rank's shard and then gathers the shards of all
     ranks. So every rank must fetch and evict the same units in the same order. Decisions here depend only on the
     schedule, the plan, and the units' states, which only acquire and release change. They never depend on whether a
-    transfer is done, or on which views of a unit other code holds. Memory that such a view keeps is freed later; it
-    counts against the limit, but in no decision."""
+    transfer is done, or on which views of a unit other code holds. Memory that such a view keeps is freed later:
+    decisions ignore these bytes, but the check of the device's limit counts them."""
 
     def __init__(self, runtime: Runtime, inventory: Inventory, limits: PagerLimits, units: UnitTable) -> None:
         self._accelerator = runtime.accelerator
@@ -452,7 +452,7 @@ class UnitCache:
             paged.mark_stale()
 
     def refuse(self) -> None:
-        """Raise ModelError if parameters were changed past their homes since the last call."""
+        """Raise ModelError if user code has changed parameters, but not their homes, since the last call."""
         refusal, self._refusal = self._refusal, None
         if refusal is not None:
             raise refusal
@@ -470,8 +470,8 @@ def _changed_past_home(param: str, replaced_in: str) -> ModelError:
     )
     if replaced_in:
         message += (
-            f" It was given other memory (.data = ...). Where its module, {replaced_in}, does so in its forward, it "
-            "cannot be paged: of bitsandbytes, take Linear4bit in place of Linear8bitLt, and after model.eval() call "
-            "train() of each Linear4bit, which packs its weight otherwise on a CPU with AVX-512."
+            f" It was given other memory (.data = ...). If its module, {replaced_in}, does so in its forward, that "
+            "module cannot be paged: from bitsandbytes, take Linear4bit in place of Linear8bitLt. On a CPU with "
+            "AVX-512 model.eval() makes each Linear4bit do so too: call train() of these layers after it."
         )
     return ModelError(message)

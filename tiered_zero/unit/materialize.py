@@ -45,8 +45,8 @@ _TRIM_NBYTES = 4 * MIB
 
 @dataclass(frozen=True, kw_only=True)
 class _Blank:
-    """A parameter or buffer that has memory but no values yet. `names`: all its names; the first is its place in the
-    model. `version`: its version counter when it got memory.
+    """A parameter or buffer that has memory but no values yet. `names`: all its names; `current` looks it up by the
+    first. `version`: its version counter when it got memory.
 
     It counts as set once it was written to, or another tensor has replaced it."""
 
@@ -158,9 +158,9 @@ class UnitPlacer:
     """Makes parameters views of their unit's flat, and writes their values: in fp32 to the masters, rounded to the
     unit's home.
 
-    `store_masters(unit, masters)`: writes the masters [P], fp32. `resumed(unit)`: returns the saved parameters [P] of a
-    unit; at least this rank's part of them is valid. None in a new run; in a resumed run the masters are stored
-    already."""
+    `store_masters(unit, masters)`: writes the masters [P], fp32. `resumed`: None in a new run. In a resumed run, whose
+    masters are stored already, `resumed(unit)` returns the saved parameters [P] of a unit; at least this rank's part of
+    them is valid."""
 
     pager: Pager
     events: StepEvents

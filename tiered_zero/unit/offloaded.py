@@ -40,10 +40,10 @@ class OffloadedParams:
         on_change: Callable[[Unit, torch.Tensor, torch.Tensor | None], None],
         cuts: Callable[[Unit], Sequence[int]] | None = None,
     ) -> None:
-        """`on_change(unit, flat, old)`: called after user code has changed parameters; makes the fp32 masters follow.
-        `flat`: the new values, [P] on the CPU. `old`: the values before the change; None without `cuts`.
+        """`on_change(unit, flat, old)`: updates the fp32 masters after user code has changed parameters. `flat`: the
+        new values, [P] on the CPU. `old`: the values before the change; None without `cuts`.
 
-        `cuts(unit)`: returns the first element of each part that the update reads. Given if masters are made from
+        `cuts(unit)`: returns the first element of each part that the update reads. Given only if masters are made from
         parameters. `store` then writes parameters in the same parts, because a read is verified by the checksum of one
         write."""
         self._inventory, self._staging = inventory, staging

@@ -34,10 +34,10 @@ class Frame:
     """A running module, or the engine's forward: one entry of the pager's stack.
 
     `thread`: the thread that runs the module. `held`: units that stay in use until the module ends, in the pass
-    `pass_name`. `faulted`: units that functions called in the module needed. Such a unit may be evicted if room is
-    short and no view of it is held; the next function that needs it fetches it again. `is_inside_hooks`: whether hooks
-    for saved tensors were set when the module began. `disables_cast_cache`: whether autocast's cache is off while the
-    module runs. [Note: Casts of weights]"""
+    `pass_name`. `faulted`: units of offloaded parameters with which functions were called in the module. Such a unit
+    may be evicted if room is short and no view of it is held; the next call with its parameters fetches it again.
+    `is_inside_hooks`: whether hooks for saved tensors were set when the module began. `disables_cast_cache`: whether
+    autocast's cache is off while the module runs. [Note: Casts of weights]"""
 
     thread: int
     pass_name: str = ""
@@ -287,7 +287,8 @@ class Pager:
         self.direct = DirectCall(module=module, thread=threading.get_ident(), frame=_find_module_call())
 
     def save_direct(self) -> None:
-        """Save views by name until `end_direct`. Called after the frame of the direct call was opened."""
+        """Make autograd save views by name, not by address, until `end_direct`. Called after the frame of the direct
+        call was opened."""
         if self.direct is not None:
             self.direct.saving = self.saved_views.begin()
 
@@ -412,8 +413,8 @@ class Pager:
             paged.storage.blank()
 
     def end_update(self) -> None:
-        """Record the values that an update has given to resident units in use. Later changes of these are changes by
-        user code."""
+        """Record the version counters of resident units in use, after an update has changed them. Later changes count
+        as changes by user code."""
         for paged in self.units.by_index.values():
             if paged.is_resident and paged.state is UnitState.IN_USE:
                 paged.storage.begin_watch()
@@ -514,8 +515,8 @@ class Pager:
 
     @runs_outside_modes
     def watch(self, param: nn.Parameter) -> None:
-        """Copy the values of a parameter in use, because user code is about to get its memory. First compare earlier
-        copies whose unit no other code holds a view of. [Note: Writes through .data]"""
+        """Copy the values of a parameter in use, because user code is about to get its memory. First compare, and drop,
+        earlier copies of units of which no view is left. [Note: Writes through .data]"""
         for paged in [other for other in self._watched if not (other.num_writers or other.storage.is_viewed)]:
             self.cache.look(paged)
             self._watched.discard(paged)

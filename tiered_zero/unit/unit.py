@@ -225,8 +225,8 @@ class FlatStorage:
         After a change, make all parameters views of the flat again.
 
         If the parameter was written to, the class name is empty. If it was given other memory (`param.data = ...`), the
-        class name is that of its module, and the other memory is dropped. If only the unit of the change is known, the
-        parameter name is the unit's."""
+        class name is that of its module, and the other memory is dropped. If only the flat's version counter has moved,
+        the parameter is unknown, and the text names the unit."""
         changed = self._find_change()
         if self._watched and not self.is_viewed:
             self._watched.clear()
