@@ -364,9 +364,8 @@ def find_together(
     find: Callable[[], FoundCheckpoint | None],
     prepare: Callable[[], None] = lambda: None,
 ) -> FoundCheckpoint | None:
-    """Call `prepare` on every rank, then `find` on rank 0, and return the checkpoint that `find` returns on every rank;
-    None if it returns None. A path below rank 0's `directory` becomes the same path below each rank's own
-    `directory`."""
+    """Call `prepare` on every rank, then `find` on rank 0. Return the checkpoint that `find` has found, or None, on
+    every rank. A path below rank 0's `directory` becomes the same path below each rank's own `directory`."""
 
     def act() -> FoundCheckpoint | None:
         prepare()

@@ -330,7 +330,8 @@ def _scheduled_options(optimizer: TieredOptimizer, groups: Any) -> Any:
 
 
 def _scheduler_state(scheduler: Any) -> State | None:
-    """Return the scheduler's class and state, without functions. Raises ModelError if it has no state_dict()."""
+    """Return what is saved of a scheduler: the name of its class and its state; None without a scheduler. Raises
+    ModelError if it has no state_dict()."""
     if scheduler is None:
         return None
     kind = type(scheduler).__name__

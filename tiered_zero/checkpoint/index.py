@@ -572,7 +572,8 @@ def committed_places(
     state: RunState, tiers: Sequence[object], copies: Mapping[int, Home], buffers: Home | None
 ) -> RecordPlaces:
     """Return the names of the records in the swap files that the run uses. `tiers`: the nvme tiers of this rank that
-    are committed, in order. `copies`: unit index -> home of its durable copy. `buffers`: home of the buffers' copy."""
+    are committed, in order. `copies`: unit index -> home (slot) of the unit's durable copy. `buffers`: home of the
+    buffers' copy."""
 
     def name(home: Home) -> RecordName:
         return RecordName(tiers.index(home.tier), home.slot.name)

@@ -1,4 +1,4 @@
-"""Save one rank's part of a run to a tag: capture it, write it, publish the tag.
+"""Save one rank's part of a run to a tag (one saved checkpoint): capture it, write it, publish the tag.
 
 `Capture.take` copies what a script may change, `Capture.write` writes this rank's share, and `Capture.publish` joins
 the shares of all ranks and gives the tag its name. `AsyncSave` writes and publishes during training."""

@@ -1,8 +1,9 @@
 """Find, open and prune tags: judge whether a tag is whole, choose the tag that a load takes, return a reader for it.
 
-A tag is a directory that got its name once all of it was durable (tag_writer.py). `look_at` judges one directory:
-whole, or why not; listing, finding and opening call it. A tag of an in-place commit is a pointer: it leads to the
-newest commit of its run. A load that names such a tag is refused if the run has committed again since."""
+A tag (one saved checkpoint) is a directory that got its name once all of it was durable (tag_writer.py). `look_at`
+judges one directory: whole, or why not; listing, finding and opening call it. A tag of an in-place commit is a pointer:
+it leads to the newest commit of its run. A load that names such a tag is refused if the run has committed again
+since."""
 
 from __future__ import annotations
 
@@ -124,7 +125,7 @@ class Commit(StrictModel):
 
 @contextmanager
 def refused(path: Path) -> Iterator[None]:
-    """Turn a ValueError in the block into a StoreError that says: `path` holds no commit of a run."""
+    """If the block raises ValueError, raise a StoreError which says that `path` holds no commit of a run."""
     try:
         yield
     except ValueError as error:

@@ -1,13 +1,12 @@
-"""Change a save directory under one lock: begin a tag, publish it, remove it.
+"""Change a save directory under one lock: begin a tag (one saved checkpoint), publish it, remove it.
 
 A tag is written into a temporary directory, which gets the tag's name once all of it is durable: until that rename the
 last checkpoint counts, afterwards the new one.
 
 [Note: replacing a tag] rename(2) does not replace a directory that has files. If the system can exchange two names
 (Linux, on all local file systems), the new and the old directory exchange theirs, and the tag always exists. Otherwise
-the old one is first renamed to `.old-TAG-...`; a reader that finds no TAG takes that one, and the next writer renames
-it back.
-"""
+the old directory is first renamed to `.old-TAG-...`. A reader that finds no TAG takes that one, and the next writer
+renames it back."""
 
 from __future__ import annotations
 

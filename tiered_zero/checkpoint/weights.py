@@ -315,7 +315,8 @@ def _shard_bytes(header: bytes, tensors: Sequence[WeightTensor]) -> Iterator[byt
 
 
 def weight_files(directory: Path, stem: str) -> list[Path]:
-    """Return the weight files in the directory that are named `stem`: one file, or numbered ones."""
+    """Return the files in the directory that hold weights of the name `stem`: `<stem>.safetensors`, or numbered
+    files."""
     pattern = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?\.safetensors")
     return [path for path in directory.iterdir() if pattern.fullmatch(path.name)]
 

@@ -449,7 +449,8 @@ class RecordReader:
         return window.broken
 
     def _read_ahead(self) -> None:
-        """Begin to read queued windows while there are free buffers, or kept windows whose buffers can be taken."""
+        """Begin to read queued windows, as many as there are buffers for: free buffers first, then those of kept
+        windows."""
         if self._queued and self._worker is None:
             memory = memoryview(map_memory(NUM_BUFFERS * BUFFER_NBYTES, "MADV_DONTFORK", "MADV_HUGEPAGE"))
             self._free = [memory[start : start + BUFFER_NBYTES] for start in range(0, len(memory), BUFFER_NBYTES)]
@@ -513,10 +514,10 @@ def verify_run(
     """Read a run's committed state and compare its checksums. Return None if there is no such state. `paths`: the swap
     directories of one store of the run, which may be alive.
 
-    `step`, `metadata`: verify only a state with this step and these metadata items; with a step, also one that is
-    prepared and not confirmed (see `SwapStore.recover`). If the run commits meanwhile, bytes may have changed: look for
-    the state again, up to three times in all. Raises StoreError if the manifest is damaged, or a data file is missing
-    or too short."""
+    `step`, `metadata`: verify only a state with this step and these metadata items. With a step, a prepared state
+    counts too (see `SwapStore.recover`). If the run commits meanwhile, the bytes may have changed, and the verification
+    starts again, three times at most. Raises StoreError if the manifest is damaged, or a data file is missing or too
+    short."""
     for _ in range(_ATTEMPTS):
         if (state := _find_state(paths[0], step, metadata)) is None:
             return None

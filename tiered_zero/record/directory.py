@@ -124,7 +124,8 @@ class _Hold:
     lock: Descriptor = CLOSED
 
     def take(self, flags: int = 0) -> None:
-        """Open the directory, and open and lock `owner.json` in it. Raises OSError, StoreError."""
+        """Open the directory, then open and lock its `owner.json`. `flags`: more flags for opening the file. Raises
+        OSError, StoreError."""
         self.directory = open_directory(self.path)
         if (uid := os.fstat(self.directory).st_uid) != os.geteuid():
             raise StoreError(f"The run's directory {self.path} belongs to user id {uid}; expected {os.geteuid()}.")
