@@ -20,7 +20,8 @@ STRIPES_PER_CYCLE = 64
 @final
 class ExtentMap:
     """Allocates disjoint page-aligned extents (ranges of bytes) of `[0, capacity_nbytes)`, and joins freed neighbours.
-    Not locked. It takes the lowest free range that fits, so consecutive allocations are adjacent and in order."""
+    Not locked. An allocation takes the lowest free range that fits, so consecutive allocations are adjacent and in
+    order."""
 
     def __init__(self, capacity_nbytes: int) -> None:
         self.capacity_nbytes = align_up(capacity_nbytes, PAGE_NBYTES)

@@ -205,9 +205,9 @@ class UnitRules:
 class ModuleSpec:
     """One module of a tree. `params`: the indices, in the list of ParamSpecs, of the module's own parameters.
 
-    `is_stack`: it holds blocks, or experts, that run one by one. `is_list`: it is a stack that numbers them. `runs`: it
-    has a forward. ModuleList and ModuleDict have none: the model may run only some of their children. `is_compiled`:
-    torch.compile compiles it, and makes one graph of it unless it is cut."""
+    `is_stack`: it holds blocks, or experts, that run one by one. `is_list`: it is a stack with numbered children, no
+    ModuleDict. `runs`: it has a forward. ModuleList and ModuleDict have none: the model may run only some of their
+    children. `is_compiled`: torch.compile compiles it, and makes one graph of it unless it is cut."""
 
     name: str = ""
     params: tuple[int, ...] = ()

@@ -31,10 +31,10 @@ CPU time.
 """
 
 IN_PLACE_SUB_GROUP_NUMEL = 1 << 25
-"""The most elements of a sub-group if the size is open and an accelerator's state is updated in place. Nothing is
+"""The most elements of a sub-group if the size is open, state rests in memory and an accelerator computes. Nothing is
 transferred during the update, and each sub-group costs 0.2 to 0.6 ms between two kernel calls: 1.2 s a step for 7
 billion parameters at AUTO_SUB_GROUP_NUMEL. With clipping the next forward waits for the whole update. At 1 << 26 a unit
-of 202 million elements waits for parts of the next one."""
+of 202 million elements also waits for updates of the next unit."""
 
 LEAST_SUB_GROUPS = 64
 """The automatic size cuts a model in memory into at least about this many sub-groups. With fewer, a unit waits for the
@@ -169,8 +169,8 @@ def pack_params(
 ) -> list[SubGroup]:
     """Cut separately stored parameters, each a unit without padding, into sub-groups of at most `size_numel` elements,
     rounded up to whole pages. If the rule steps whole parameters (not `elementwise`), a larger parameter is one
-    sub-group. `params`: the parameters with their param groups. Every part begins at a multiple of a block in the
-    sub-group. `first_index`: the index of the first sub-group."""
+    sub-group. In a sub-group each parameter starts at a multiple of QUANTIZED_BLOCK_NUMEL. `params`: the parameters
+    with their param groups. `first_index`: the index of the first sub-group."""
     runs = []
     for param, _ in params:
         unit = Unit(
@@ -196,8 +196,8 @@ def _cut(
     elementwise: bool,
     first_index: int = 0,
 ) -> list[SubGroup]:
-    """Place runs of units one after another, each at the start of a block, and cut them into sub-groups. `runs`: (unit,
-    start, stop, holds embeddings)."""
+    """Place ranges of units one after another, each at the start of a block, and cut them into sub-groups. `runs`:
+    (unit, start, stop, holds embeddings) of each range."""
     limit = max(CUT_NUMEL, align_up(size_numel, CUT_NUMEL))
     subgroups: list[SubGroup] = []
     segments: list[Segment] = []

@@ -48,8 +48,8 @@ from tiered_zero.update.state_view import ParamShards, ParamState, StateView
 logger = logging.getLogger("tiered_zero")
 
 _IN_PLACE_NUMEL = 1 << 26
-"""Elements of a sub-group if nothing is staged. Between two sub-groups the kernel's threads wait for Python, which
-finds its objects out of the caches; with 1 << 24, a step took 5% longer."""
+"""Elements of a sub-group if nothing is staged. Between two sub-groups the kernel's threads wait for Python, whose
+objects are no longer in the CPU's caches. With 1 << 24 a step took 5% longer."""
 _SECTION = ("device", "nvme_path", "buffer_count", "pin_memory")
 _RUNTIME = ("state_format", "checksums", "host_memory_limit", "io_engine", "io_timeout_s")
 
@@ -211,7 +211,8 @@ class OffloadedOptimizer(TierStateOptimizer):
 
     @property
     def awaits_files(self) -> bool:
-        """Whether a state dict of `save_state_dict()` was loaded, and `load_state()` has not read its files yet."""
+        """Whether `load_state()` still has to read the files of a state dict from `save_state_dict()` that was
+        loaded."""
         return self._awaited_key is not None
 
     def state_dict(self) -> dict[str, Any]:
@@ -391,7 +392,7 @@ class _Run:
 
     params: UserParameters
     units: Sequence[Unit]
-    """The units of the parameters that have elements, in their order."""
+    """The units, in the order of the parameters. A parameter without elements has none."""
     plan: Plan
     runtime: Runtime
     policy: BarrierPolicy

@@ -22,8 +22,8 @@ logger = logging.getLogger("tiered_zero")
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
-    """Steps an `optimizer_class` over this rank's part of the parameters, and broadcasts each to the other ranks
-    (Rajbhandari et al. 2020, stage 1). Names, the split of the parameters over ranks, and results are those of
+    """Steps this rank's part of the parameters with an `optimizer_class`, and broadcasts the new values to the other
+    ranks (Rajbhandari et al. 2020, stage 1). Names, the split of the parameters over ranks, and results are those of
     torch.distributed.optim.ZeroRedundancyOptimizer.
 
     `self.optim` is the local optimizer of this rank: a plain one, or with `offload` an `OffloadedOptimizer`, where

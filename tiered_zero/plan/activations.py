@@ -11,8 +11,8 @@ from tiered_zero.sizes import GIB, MIB, PAGE_NBYTES, align_up
 
 DEFAULT_NVME_NBYTES = 16 * GIB
 DEFAULT_HOST_SHARE = 4
-"""The budget if the config sets no limit: on nvme these bytes; in host memory a quarter of the room that the rest of
-the plan leaves."""
+"""The budget if the config sets no limit. On nvme: DEFAULT_NVME_NBYTES. In host memory: a quarter (DEFAULT_HOST_SHARE)
+of the bytes that the rest of the plan leaves."""
 
 IN_FLIGHT_SHARE = 16
 MIN_IN_FLIGHT_NBYTES, MAX_IN_FLIGHT_NBYTES = 16 * MIB, GIB

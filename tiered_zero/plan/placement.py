@@ -18,11 +18,11 @@ from tiered_zero.plan.request import PlanRequest, SubGroupSize
 class Placement:
     """The tiers of all parameters, optimizer state and gradients.
 
-    `params`: unit index -> tier of its parameters. `sharded`: indices of the units of which a rank keeps only its shard
-    on that tier. Other units are kept whole; whole units on "device" never leave it. `state`: the tier of each
-    sub-group's state. `gradients`: index of a trainable unit -> tier of its gradients. It is "device" if all the unit's
-    state rests on the device: gradients and update then stay there too. Otherwise it is "host", or "nvme" after
-    `gradients_to_nvme`.
+    `params`: unit index -> tier of its parameters. `sharded`: indices of units; a rank keeps only its shard of these
+    units on their tier. All other units are kept whole, and a whole unit on "device" never leaves it. `state`: the tier
+    of each sub-group's state. `gradients`: index of a trainable unit -> tier of its gradients. It is "device" if all
+    the unit's state rests on the device: gradients and update then stay there too. Otherwise it is "host", or "nvme"
+    after `gradients_to_nvme`.
     """
 
     params: Mapping[int, str]
@@ -74,8 +74,8 @@ def place_state(subgroups: Sequence[SubGroupSize], request: PlanRequest) -> list
     other sub-groups go to `state_tier`.
 
     Sub-groups of embeddings are placed first: backward completes their gradients last, and a forward needs them first.
-    The others follow in the order of a forward. A sub-group without bytes of state goes to the host. On the device its
-    update would run there, but its parameters may rest elsewhere.
+    The others follow in the order of a forward. If state is offloaded, a sub-group without bytes of state goes to the
+    host: state on the device would mean an update there, but the parameters may rest elsewhere.
     """
     total = sum(subgroup.state_nbytes for subgroup in subgroups)
     ratio = request.config.zero_optimization.offload_optimizer.ratio
@@ -99,8 +99,8 @@ def _place_gradients(
     units: Sequence[Unit], subgroups: Sequence[SubGroupSize], state_tiers: Sequence[str], last: str
 ) -> dict[int, str]:
     """Choose the tier of each trainable unit's gradients; return unit index -> tier. It is "device" if all the unit's
-    state is on the device, else "host". `last`: the slowest tier of state; decides for a unit that no sub-group
-    holds."""
+    state is on the device, else "host". `last`: the slowest tier of state; used as the state's tier for units without a
+    sub-group."""
     tiers_of: dict[int, set[str]] = {}
     for subgroup, tier in zip(subgroups, state_tiers, strict=True):
         for index in subgroup.parts:
@@ -191,8 +191,9 @@ def list_slots(
     """List the slots of a run in the order in which they are reserved: units, sub-groups, buffers.
 
     A commit makes state durable, and everything that cannot be computed from state: parameters that no sub-group holds;
-    the model's buffers; all parameters, if they are half of their masters. If these rest in memory, a copy on nvme gets
-    a slot. `delayed`: the update is delayed, so each unit that it updates has a second slot for parameters.
+    the model's buffers; all parameters, if they are half of their masters. If these rest in memory, their copy on nvme
+    has a slot of its own. `delayed`: the update is delayed, so each unit that it updates has a second slot for
+    parameters.
     """
     commits, is_half = request.config.tiered_zero.checkpoint.in_place, request.state_format == "bf16_remainder"
     held = {index for subgroup in subgroups for index in subgroup.parts}

@@ -353,8 +353,8 @@ def _update_nbytes(
 
 
 def _waiting_nbytes(trainable: Sequence[Unit], request: PlanRequest) -> int:
-    """Return the most bytes of gradients that wait on the device for the other units of their bucket, the gradients
-    that ranks reduce together; 0 if ranks keep whole gradients."""
+    """Return the most bytes of gradients that wait on the device until their bucket is complete; 0 if ranks keep whole
+    gradients. A bucket is gradients that ranks reduce together."""
     if not request.shards_gradients:
         return 0
     buckets = cut_buckets(trainable, request.world_size, request.bucket_numel)

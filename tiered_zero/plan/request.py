@@ -48,9 +48,10 @@ RESERVED = ", less an eighth for "
 def limit_of(
     tier: str, free_nbytes: int | None, source: str, given_nbytes: int | None, prefix: str = "tiered_zero."
 ) -> dict[str, tuple[int, str]]:
-    """Return {tier: limit} for one tier. The limit is the config's, `given_nbytes`, if this is at most the free memory.
-    Otherwise it is free memory less RESERVED_SHARE. Returns {} if neither is known. `source`: names the free memory in
-    messages. `prefix`: the beginning of the config's key in messages."""
+    """Return {tier: limit} for one tier; {} if neither the config nor free memory gives a limit. The config's limit,
+    `given_nbytes`, applies if it is at most the free memory, or if the free memory is not known. Otherwise the limit is
+    the free memory less RESERVED_SHARE. `source`: names the free memory in messages. `prefix`: the beginning of the
+    config's key in messages."""
     if given_nbytes is not None and (free_nbytes is None or given_nbytes <= free_nbytes):
         return {tier: (given_nbytes, f"{prefix}{tier}_memory_limit")}
     if free_nbytes is None:
@@ -185,7 +186,7 @@ class PlanRequest:
 
     @property
     def _keeps_whole_gradients(self) -> bool:
-        """Whether each of several ranks keeps whole gradients, which step() reduces in memory."""
+        """Whether there are several ranks, and each keeps whole gradients. step() then reduces them in memory."""
         return self.world_size > 1 and not self.shards_gradients
 
     @property
@@ -195,7 +196,8 @@ class PlanRequest:
 
     @property
     def computing_tier(self) -> str:
-        """The tier whose limit counts for the bytes on the device."""
+        """The tier with the limit for bytes on the device: "host" if these bytes count as host memory, else
+        "device"."""
         return "host" if self.device_is_host else "device"
 
     def limit_nbytes(self, tier: str) -> int:

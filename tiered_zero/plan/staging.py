@@ -30,9 +30,9 @@ NUM_BUCKETS = 2
 
 MAX_AUTO_STATE_STAGING_NBYTES = 640 * MIB
 MAX_AUTO_STATE_STAGING_SHARE = 16
-"""Bounds for the staging of a whole unit: at most these bytes, and at most a sixteenth of the host's limit. With it all
-state of a tied embedding is read ahead. Backward completes this embedding's gradient last, and the next forward waits
-for its update first."""
+"""Bounds for staging that holds the state of a whole unit: MAX_AUTO_STATE_STAGING_NBYTES, and a sixteenth of the host's
+limit. Such staging reads all state of a tied embedding ahead. Backward completes this embedding's gradient last, and
+the next forward waits for its update first."""
 
 
 @dataclass(frozen=True, kw_only=True)

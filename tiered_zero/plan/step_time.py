@@ -56,8 +56,8 @@ MAX_PIECES: Final = 192
 
 WARM_STEPS: Final = 3
 NUM_STEPS: Final = 2
-"""The first simulated steps, until each takes as long as the one before; and the steps after them, whose mean is
-taken."""
+"""WARM_STEPS are simulated first, until each step takes as long as the one before. The mean of the next NUM_STEPS is
+the result."""
 
 NUM_MICRO_BATCHES: Final = 3
 """The most micro-batches in the simulation: the first waits for updates, the last starts some."""
@@ -182,9 +182,9 @@ def _is_used(plan: Plan, tier: str) -> bool:
 
 
 def _hidden_from(tier: str, plan: Plan, work: Work, machine: Machine) -> tuple[int, bool]:
-    """Search the number of tokens in a step that hides a tier. Return the last number tried, and whether it hides the
-    tier. The first number makes compute as long as the tier's busiest lane, and is the answer if it hides the tier. The
-    largest number is eight times the first."""
+    """Search the number of tokens in a step from which a tier adds no time (is hidden). Return the last number tried,
+    and whether it hides the tier. The first number makes compute as long as the tier's busiest lane, and is the answer
+    if it hides the tier. The largest number is eight times the first."""
     rates = _Rates(plan, machine, only=tier)
 
     def is_hidden(factor: float) -> bool:
@@ -447,8 +447,9 @@ def _seconds(jobs: Jobs) -> float:
 class _Step:
     """The events of one step in the simulation, for which processes wait.
 
-    `fetched`: one for each use of a unit. `gradients`, `updated`: one for each unit. For the whole step: `arrived`, all
-    gradients are in their home; `norm`, the updates may start; `computed`, `written`, all pieces of state are."""
+    `fetched`: one for each use of a unit. `gradients`, `updated`: one for each unit. The others are for the whole step:
+    `arrived`: all gradients are in their home. `norm`: updates may start. `computed`: all pieces of state are updated.
+    `written`: all pieces are back on their tier."""
 
     def __init__(self, num_uses: int, num_units: int, pieces: Sequence[_Piece]) -> None:
         of_unit = Counter(piece.unit for piece in pieces)

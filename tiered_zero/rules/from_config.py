@@ -56,8 +56,8 @@ _NATIVE: dict[type, type[NativeRule]] = {torch.optim.SGD: SgdRule, torch.optim.A
 @dataclass(frozen=True, kw_only=True)
 class ResolvedOptimizer:
     """The torch class and arguments of the optimizer that the config names. The update rule gives the same bits as
-    `optimizer_class(params, **defaults)`. `text`: a description for the log. `bias_correction`: False: Adam without
-    bias correction, which DeepSpeed has and torch does not."""
+    `optimizer_class(params, **defaults)`. `text`: a description for the log. `bias_correction`: False means Adam
+    without bias correction, which DeepSpeed has and torch does not."""
 
     optimizer_class: type[Optimizer]
     defaults: dict[str, Any]
@@ -149,9 +149,9 @@ def make_rule(
     """Make the update rule for the optimizer `source`. Adam, AdamW, SGD, Adagrad and Lion get a rule on the native
     kernel, which uses torch's operations for state on a GPU. Every other class steps with torch's code.
 
-    `steps_parts`: True: parameters are stepped in parts. In this case, and with a `state_format` other than fp32, the
-    options fused and foreach, which ask for torch's own code, have no effect. `num_threads`: threads of the kernel;
-    None: all that this process may use. Raises ConfigError if the rule cannot keep its state in `state_format`.
+    `steps_parts`: parameters are stepped in parts. If so, or with a `state_format` other than fp32, the options fused
+    and foreach, which ask for torch's own code, have no effect. `num_threads`: threads of the kernel; None: all that
+    this process may use. Raises ConfigError if the rule cannot keep its state in `state_format`.
     """
     is_own = steps_parts or state_format != "fp32"
     given = [option for option in _TORCH_CODE if any(group.get(option) for group in source.param_groups)]

@@ -32,7 +32,7 @@ class Schedule(ABC):
     def __init__(self, optimizer: Optimizer, **params: Any) -> None:
         """Check the schedule's parameters, `params`, and set the first rate if `last_batch_iteration` is -1. The class
         of the same name in `config.schema` has the types and defaults. Raises ValueError for unknown parameters, and
-        ConfigError for a list that has not one value per param group."""
+        ConfigError for a list whose length is not the number of param groups."""
         self.optimizer = optimizer
         self._own_lrs = self.get_last_lr()
         values = SCHEDULES[type(self).__name__].model_validate(params)

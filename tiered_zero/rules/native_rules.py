@@ -46,7 +46,7 @@ _LOG = logging.getLogger("tiered_zero")
 _DTYPES = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16}
 _MASTER_DTYPES = {torch.float32: Dtype.FLOAT32, torch.int16: Dtype.REMAINDER}
 _MOST_STEPS = 2.0**53
-"""The largest count that a float64 holds exactly."""
+"""The largest step count that is accepted: float64 is exact up to this number."""
 
 _TRIAL_NUMELS = (*range(1, 33), 1031)
 _UNFUSED = {"fused": None}
@@ -364,7 +364,7 @@ def missing_kernel() -> str:
 
 
 def flags_of(**chosen: Any) -> Flag:
-    """Combine the kernel's flags that are true in `chosen`, which has their names as keywords."""
+    """Combine the kernel's flags that are named and true, as in `flags_of(MAXIMIZE=True, AMSGRAD=False)`."""
     return reduce(or_, (Flag[name] for name, is_set in chosen.items() if is_set), Flag(0))
 
 

@@ -19,7 +19,7 @@ from tiered_zero.sizes import align_up
 
 _CPU_CHUNK_NUMEL = 1 << 17
 _DEVICE_CHUNK_NUMEL = 1 << 22
-"""The most elements that a step processes at once, on the CPU and on an accelerator. They limit temporary memory."""
+"""The most elements that a step processes at once, on the CPU and on an accelerator. This limits temporary memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,14 +78,14 @@ class UpdateRule(ABC):
 
     name: str
     elementwise: bool
-    """True: element i of each output depends only on element i of the inputs, so runs may be cut anywhere."""
+    """Whether element i of each output depends only on element i of the inputs. Runs may then be cut anywhere."""
 
     unsigned_field: str | None = None
     """The name of a state array without negative values; None: the rule has none. The sign bits of this array may store
     one bit of each master ([Note: bf16 and remainder])."""
 
     keeps_group_state: bool = False
-    """True: a step changes values of its param group. Some classes count their steps there."""
+    """Whether a step changes values of its param group, such as a step count."""
 
     temporaries: int = 4
     """The most temporary fp32 arrays that a step on an accelerator holds at once, each as long as the stepped runs.
@@ -180,7 +180,7 @@ def batches(
 def packed(runs: Sequence[Run], block_numel: int = 1, per_block: Collection[str] = ()) -> Iterator[Run]:
     """Join `runs` into one run of copies, yield it, and copy its results back after the with-block. A single run is
     yielded itself. In the joined arrays each run begins at a multiple of `block_numel`, and gaps are zero. `per_block`:
-    names of the state arrays with one element per block. One launch copies an array of all runs."""
+    names of the state arrays with one element per block. Each array is copied for all runs with one launch."""
     first = runs[0]
     if len(runs) == 1:
         yield first
@@ -201,8 +201,8 @@ def packed(runs: Sequence[Run], block_numel: int = 1, per_block: Collection[str]
 
 
 def _join(arrays: Sequence[torch.Tensor], block_numel: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Copy `arrays` one after another into a new array, each to a multiple of `block_numel`. Return the new array, and
-    the view of it that holds each of `arrays`."""
+    """Copy `arrays` one after another into a new array, so that each begins at a multiple of `block_numel`. Return the
+    new array, and for each of `arrays` the view of its copy."""
     numels = [array.numel() for array in arrays]
     spans = [align_up(numel, block_numel) for numel in numels]
     make = torch.empty if spans == numels else torch.zeros

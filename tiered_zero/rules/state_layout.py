@@ -51,7 +51,7 @@ def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 def join_master(parameter: torch.Tensor, remainder: torch.Tensor, mark: torch.Tensor) -> torch.Tensor:
-    """Join the three results of `split_master` to the same fp32 masters, bit for bit."""
+    """Invert `split_master`: return the fp32 masters, bit for bit."""
     high = (parameter.view(torch.int16).to(torch.int32) + mark) << 16
     return (high + remainder.to(torch.int32)).view(torch.float32)
 
@@ -85,9 +85,9 @@ class MasterFormat(ABC):
     """Defines how masters are stored in a slot.
 
     `dtypes`: dtypes of the stored arrays. The first array is the rule's `Run.master`; the second, if any, is the rule's
-    unsigned field (second moments). `needs_params`: True: an update reads the old parameters in addition to the slot.
-    `follows_params`: True: each update adopts the parameters that user code has changed since the last update. User
-    code then reports no changes, and the slot holds no masters before the first update.
+    unsigned field (second moments). `needs_params`: an update reads the old parameters in addition to the slot.
+    `follows_params`: each update adopts the parameters that user code has changed since the last update. User code does
+    not report such changes, and the slot holds no masters before the first update.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -119,7 +119,8 @@ class MasterFormat(ABC):
 
     @abstractmethod
     def copy_unstepped(self, masters: Parts, outs: Parts) -> None:
-        """Write `masters` that this update does not step, rounded, to their parameters `outs`."""
+        """Round `masters`, and write them to their parameters `outs`. Called for masters that this update does not
+        step."""
 
 
 class FullMasters(MasterFormat):
@@ -227,8 +228,8 @@ def master_format(name: str) -> MasterFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class StateArray:
-    """One state array in a slot. `piece`: the index of the piece (part of a parameter) with this state; None: the array
-    covers the whole sub-group. `offset`: its first byte in the slot."""
+    """One state array in a slot. `piece`: the index of the piece (part of a parameter) that the state belongs to; None:
+    the array covers the whole sub-group. `offset`: its first byte in the slot."""
 
     field: StateField
     piece: int | None
@@ -283,7 +284,7 @@ class StateLayout:
 
     @property
     def has_own_masters(self) -> bool:
-        """True: the slot stores masters that follow their parameters. They are saved with the state, because a
+        """Whether the slot stores masters that follow their parameters. They are saved with the state, because a
         checkpoint of parameters does not include them."""
         return self.masters.follows_params and bool(self.masters.dtypes)
 
@@ -366,13 +367,13 @@ class StateLayout:
         return state
 
     def fields(self, piece: ParamPiece) -> list[StateField]:
-        """Describe the arrays with a piece's state. An array that covers the whole sub-group has the sub-group's
+        """Describe the arrays that hold a piece's state. An array that covers the whole sub-group has the sub-group's
         shape."""
         return [array.field for array in self.arrays_for(piece)]
 
     def arrays_for(self, piece: ParamPiece) -> list[StateArray]:
-        """Return the arrays with a piece's state: for an elementwise rule those that cover the whole sub-group, for any
-        other rule the piece's own."""
+        """Return the arrays that hold a piece's state: for an elementwise rule, arrays that cover the whole sub-group;
+        for any other rule, the piece's own."""
         return self._shared_of_group.get(piece.group, []) + self._arrays_of.get(piece.index, [])
 
 

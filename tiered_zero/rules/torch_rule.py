@@ -75,8 +75,8 @@ def advance(
 ) -> tuple[list[State], Group]:
     """Step `optimizer` once on `leaves`, its only parameters. `group`: their param group's values, which stay
     unchanged. `states`: the state of each leaf. Return each leaf's state after the step, and the values of the param
-    group that the step changed. `tracks_group`: False: the class is known not to change such values, so none are looked
-    for."""
+    group that the step changed. `tracks_group`: look for such values; False for classes known not to change their
+    group."""
     own = copied_group(group) if tracks_group else group
     optimizer.param_groups = [{**own, "params": list(leaves)}]
     optimizer.state = defaultdict(dict, zip(leaves, states, strict=True))
@@ -245,8 +245,7 @@ REFUSED: dict[type[Optimizer], str] = {
 }
 
 PROBE_STEPS = 8
-"""The number of steps in the comparison of two parameters with one: RAdam and similar classes change their formula
-after five steps."""
+"""The number of trial steps in `_refuse_coupling`. RAdam and similar classes change their formula after five steps."""
 _INITIALIZED = "initialized"
 _ABSENT = "absent"
 
@@ -329,8 +328,8 @@ class TorchRule(UpdateRule):
         return list(self._fields[key])
 
     def update(self, runs: Sequence[Run]) -> None:
-        """Make one step on every run. A run that is cut into pieces still counts one step. Called on any thread, one at
-        a time."""
+        """Make one step on every run. A run that is cut into pieces still counts one step. Called on any thread, but on
+        one at a time."""
         for run in runs:
             self._refuse_options(run.hyper, run.master.device)
         with torch.no_grad():
@@ -459,9 +458,9 @@ class TorchRule(UpdateRule):
         return dict(self._construct([{**group, "params": [leaf]}]).state[leaf])
 
     def _write_back(self, name: str, value: torch.Tensor, home: torch.Tensor) -> None:
-        """Copy `value`, a result of the step, to `home`, its array in the run, if torch did not write it in place.
-        torch does not in the first step, or if a class replaces its arrays. `name`: for the error message. Raises
-        ModelError if dtype or shape differ."""
+        """Copy `value`, a result of the step, to `home`, its array in the run. Nothing is copied if torch wrote in
+        place, as it does after the first step, except in classes that replace their arrays. `name`: for the error
+        message. Raises ModelError if dtype or shape differ."""
         if value.shape != home.shape or value.dtype != home.dtype:
             raise ModelError(
                 f"{self.name} was planned with {name} of {home.dtype} {tuple(home.shape)}; its step left {value.dtype} "
