@@ -109,8 +109,8 @@ class GradientArrivals:
 
     def begin_own_backward(self) -> None:
         """Begin a backward that the engine did not start. If it gathers parameters, begin its reduction now, before the
-        first gather. Otherwise its reduction begins with the first gradient. With gathers, that could come before a
-        gather on one rank and after it on another, and the two ranks would wait for each other."""
+        first gather. Any other reduction begins with the first gradient. With gathers this could be before a gather on
+        one rank and after it on another, and the two ranks would wait for each other."""
         self._is_counted = False
         if self._reducer is not None and self._reducer.shards_params and self._brings_gradients():
             self._begin_reduction(is_last=False)

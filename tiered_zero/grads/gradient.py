@@ -452,8 +452,8 @@ class _Load:
 
 @final
 class InFlightGradients:
-    """Sends gradients from the device to their homes, and limits the bytes that are in flight: of gradients whose
-    transfer has not ended. Used on the driver thread or autograd's."""
+    """Sends gradients from the device to their homes, and limits the bytes in flight (gradients with a transfer that
+    has not ended). Used on the driver thread or autograd's."""
 
     def __init__(self, runtime: Runtime, limit_nbytes: int, staging: StagingPool | None, norms: GradNorm) -> None:
         """`limit_nbytes`: the bytes in flight beyond which autograd waits for the oldest gradients. `staging`: buffers

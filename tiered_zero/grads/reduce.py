@@ -560,17 +560,17 @@ class UseMark:
 
 @final
 class UnitUses:
-    """Decides when backward has passed a unit, that is, brings no more gradients of it, even if some of the unit's
-    parameters get none. For parameters that are whole on each rank. Used on the driver thread or autograd's.
+    """Decides when backward has passed a unit: brings no more gradients of it. Some of the unit's parameters may get no
+    gradient. For parameters that are whole on each rank. Used on the driver thread or autograd's.
 
     [Note: Marks of uses] Autograd runs nodes in the reverse order of forward if it can. So the gradient of a module's
     input is complete after all gradients of the module's parameters, and a hook on the input runs after all of them.
     `note` puts such a hook, a mark, on an input of each call of a module that owns units. When backward meets a mark,
     it has passed that call and all later ones, including those that the loss does not depend on. So a unit is passed
-    when backward has met or passed the marks of all its calls. There is no mark if a call has no input that autograd
-    has computed (token ids), or if a parameter is used outside of its module. The unit is then passed once all of its
-    parameters that ever had a gradient have one. A gradient that comes later all the same waits in the gradient store,
-    which only costs memory and time.
+    when backward has met or passed the marks of all its calls.
+    There is no mark if a call has no input that autograd has computed (token ids), or if a parameter is used outside of
+    its module. The unit is then passed once all of its parameters that ever had a gradient have one. A gradient that
+    comes later all the same waits in the gradient store, which only costs memory and time.
     """
 
     def __init__(self) -> None:

@@ -301,8 +301,9 @@ class UnitCache:
     def _may_prefetch(self, paged: PagedUnit) -> bool:
         """Return whether the unit may be fetched ahead of its use.
 
-        A unit whose update began in backward must first be written; with several ranks, it waits for step(). Its fetch
-        would wait for gradients, while backward may need a later fetch on the same lane to compute them."""
+        If the unit's update began in backward, the update must be written first; with several ranks, the step must be
+        taken. Otherwise the fetch would wait for gradients, while backward may need a later fetch on the same lane to
+        compute these gradients."""
         if paged.weights is not WeightState.UPDATING:
             return True
         if self._shares_order:
@@ -313,8 +314,8 @@ class UnitCache:
     # -- evict -----------------------------------------------------------------------------------------------------
 
     def retire(self, paged: PagedUnit) -> None:
-        """Guard a unit that has no users. Also evict it, unless there is room and the schedule shows that the unit is
-        used again soon."""
+        """Guard a unit that has no users, and evict it. It stays on the device, guarded, if there is room and the
+        schedule shows that it is used again soon."""
         if paged.num_users or paged.state is not UnitState.IN_USE or paged.is_resident:
             return
         self.guard(paged)

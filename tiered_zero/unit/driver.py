@@ -132,8 +132,9 @@ class DriverThread:
             raise _refusal(call, other)
 
     def other(self) -> threading.Thread | None:
-        """Return the thread that is inside, if it is not this one and this one does not work for it; else None. A
-        thread that died inside, by an exception that nothing could see, does not count."""
+        """Return the thread that is inside and excludes this one; else None. A thread excludes neither itself nor
+        autograd's threads that work for it. A thread that died inside, by an exception that nothing could see, excludes
+        no thread."""
         thread = threading.current_thread()
         with self._lock:
             inside = self._inside

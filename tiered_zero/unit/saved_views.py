@@ -247,9 +247,9 @@ class SavedViews:
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def save_recomputed(self) -> None:
-        """Set the hooks that save views by name for what a backward recomputes, unless other hooks are set.
+        """Set the hooks that save views by name if none are set, for a forward that a backward recomputes.
 
-        No hooks are set in a backward that the user has started without the engine. Autograd would save the parameters
+        None are set in a backward that the user has started without the engine. Autograd would save the parameters
         themselves, whose bytes go when their unit is evicted. The hooks stay until the running node of the backward has
         ended: autograd then restores the hooks of its thread."""
         if torch._C._current_graph_task_id() == -1 or not self._may_save():
