@@ -74,8 +74,8 @@ GELU_OF_OPERATIONS = "gelu_new"
 class BlockShape:
     """The shape of a transformer block. `token_nbytes` computes the bytes that autograd saves for a token.
 
-    Elements of one token: `hidden`: its hidden state. `ffn`: the feed-forward's width, or the width of one expert.
-    `query`, `key`: its queries and its keys, over all heads.
+    Sizes, in elements of one token: `hidden`: the hidden state. `ffn`: the width of the feed-forward, or of one expert.
+    `query`: the queries of all heads. `key`: the keys of all heads.
 
     `experts`: the number of experts that a token passes through; 0: there is no router. `norms`: the number of
     normalizations of the hidden state. `norms_heads`: queries and keys are normalized too. `fp32_norms`: a

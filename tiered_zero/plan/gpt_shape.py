@@ -55,8 +55,8 @@ _FAMILIES = (
     (5e7, GPTConfig(vocab=50257, context=1024)),  # GPT-2
     (3e9, GPTConfig(vocab=128256, context=8192, tied=False)),  # Llama 3
 )
-"""(least number of parameters, shape): the vocabulary, context and output head of real models from this size on. They
-decide how much is paged."""
+"""The vocabulary, context and output head of real models, by their least number of parameters. They decide how much is
+paged."""
 
 
 def gpt_of_size(num_wanted: float) -> GPTConfig:

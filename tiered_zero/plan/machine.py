@@ -46,12 +46,12 @@ _Flops = Annotated[float, _or_text(partial(_read_tera, unit="flops")), Field(gt=
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """The disk of a directory, or a disk that a text describes. None: the value is not known.
+    """The disk of a directory, or a disk that a text describes. A field is None if its value is not known.
 
     `path`: the directory, or the text that describes the disk. `nbytes`: free bytes for this user. `mixed_bytes_per_s`:
-    the rate of reads and writes together, if as many bytes are read as written at the same time; None: computed for a
-    disk that reads and writes in turn. `rated_nbytes`: the bytes that may be written in the disk's life, by its maker's
-    rating.
+    the rate of reads and writes together, if as many bytes are read as written at the same time. If it is left out, it
+    is computed for a disk that reads and writes in turn. `rated_nbytes`: the bytes that may be written in the disk's
+    life, by its maker's rating.
     """
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
@@ -73,7 +73,7 @@ class Disk:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Sizes and rates of a machine. None, or a dtype missing in a mapping: the value is not known.
+    """Sizes and rates of a machine. If a value is not known, its field is None, or its dtype is missing in the mapping.
 
     `source`: where the numbers come from. `date`: the date of the measurement, ISO 8601. `device`: "cpu", "cuda", ...
     `device_nbytes`, `host_nbytes`: free bytes for this user. `flops_per_s`: "bf16", "fp16", "fp32" -> rate of matrix

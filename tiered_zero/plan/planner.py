@@ -109,7 +109,7 @@ class Plan:
     request: PlanRequest
     units: tuple[UnitTraffic, ...]
     activations: ActivationPlan | None = None
-    """None if activations stay on the device."""
+    """The memory of offloaded activations; None if activations stay on the device."""
 
     @property
     def delayed(self) -> bool:
@@ -522,8 +522,8 @@ def _changes(plan: Plan, row: PlanRow, tier: str) -> Iterator[tuple[str, float]]
 
 
 def _gradient_changes(plan: Plan, row: PlanRow, tier: str) -> Iterator[tuple[str, float]]:
-    """Yield the changes of settings that free gradients in host memory. If state goes to nvme, gradients go there too,
-    but the windows, the buffers through which they pass, stay. For a small model the windows are as large as the
+    """Yield the changes of settings that free gradients in host memory. If state goes to nvme, gradients go there too.
+    Only the windows stay, the buffers through which gradients pass: for a small model these are as large as the
     gradients."""
     request = plan.request
     if tier == "host" and request.gradient_tier == "host" and request.state_tier == "nvme":

@@ -70,13 +70,14 @@ fp32 under way reach the full rate. A constant keeps the borders of buckets inde
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """The config of a run, with devices as they run, and facts about its machine, ranks and model.
+    """The config of a run, and facts about its machine, ranks and model. The config's offload devices are those that
+    really run (see `resolve_host_tiers`).
 
     `shares_cores`: the CPU computes the model and the update. `device_is_host`: bytes on the device count against the
     limit of host memory. See [Note: The CPU as the device]. `segments`: the device's allocator takes memory in
     segments, as CUDA's does. `buffers_nbytes`: bytes of the model's buffers, which commits copy. `temporaries`: the
     number of fp32 arrays that an update on an accelerator makes in addition to copies of state and gradients; None: no
-    accelerator. `keeps_group_state`: the update rule has state of whole param groups. `fewest_buffers`: plan the fewest
+    accelerator. `keeps_group_state`: a step changes values of its param group. `fewest_buffers`: plan the fewest
     staging buffers of state. Raises ConfigError if the config asks for a place of gradients, or an update, that is not
     possible.
     """
@@ -174,8 +175,8 @@ class PlanRequest:
 
     @property
     def shards_params(self) -> bool:
-        """Whether each rank has parameters of its own shards only, and units are gathered for each use. Otherwise units
-        are gathered after an update."""
+        """Whether each rank has parameters of its own shards only. If so, units are gathered for each use; otherwise,
+        after an update."""
         return self.world_size > 1 and self.config.zero_optimization.stage == 3
 
     @property

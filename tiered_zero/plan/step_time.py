@@ -63,7 +63,7 @@ NUM_MICRO_BATCHES: Final = 3
 """The most micro-batches in the simulation: the first waits for updates, the last starts some."""
 
 HIDDEN_SHARE: Final = 1.05
-"""A tier is hidden if a step takes no longer than its compute times this."""
+"""A tier is hidden if a step takes at most HIDDEN_SHARE times its seconds of compute."""
 
 HIDDEN_STEP: Final = 1.1
 """The search for the number of tokens that hides a tier ends when its bounds are within this factor."""

@@ -71,10 +71,9 @@ def make_optimizer(
     optimizer: Optimizer | Callable[[Any], Optimizer] | None,
     model_parameters: Iterable[Any] | None,
 ) -> Optimizer:
-    """Return a torch optimizer that holds the run's param groups and defaults. It is never stepped. It is the user's
-    `optimizer`; without one, it is made from the config's `section`; without both, it has no groups.
-    `model_parameters`: the parameters or param groups to train; None: all parameters that require a gradient. Raises
-    ModelError."""
+    """Return a torch optimizer that holds the run's param groups and defaults; it is never stepped. It is the first of:
+    the user's `optimizer`; one made from the config's `section`; one without groups. `model_parameters`: the parameters
+    or param groups to train; None: all parameters that require a gradient. Raises ModelError."""
     if isinstance(optimizer, Optimizer):
         return _chosen(optimizer, section)
     if optimizer is None and section is None:

@@ -419,7 +419,8 @@ BIAS_CORRECTION = "bias_correction"
 
 @final
 class AdamRule(NativeRule):
-    """Adam (Kingma and Ba, 2015; weight decay in the gradient) or AdamW (Loshchilov and Hutter, 2019; decoupled).
+    """The rule of Adam (Kingma and Ba, 2015; weight decay in the gradient) or AdamW (Loshchilov and Hutter, 2019;
+    decoupled).
 
     Param groups have torch's keys; lr and betas may be 0-d tensors. As in torch, decoupled_weight_decay in the param
     group chooses Adam or AdamW; `decoupled` is its default. The state arrays are exp_avg, exp_avg_sq and, with amsgrad,
@@ -475,8 +476,8 @@ class AdamRule(NativeRule):
 
 @final
 class SgdRule(NativeRule):
-    """torch.optim.SGD with momentum, dampening and nesterov. The state array is momentum_buffer, which the first step
-    fills."""
+    """The rule of torch.optim.SGD, with momentum, dampening and nesterov. The state array is momentum_buffer, which the
+    first step fills."""
 
     _class = torch.optim.SGD
     _counts_steps = False
@@ -507,7 +508,7 @@ class SgdRule(NativeRule):
 
 @final
 class AdagradRule(NativeRule):
-    """torch.optim.Adagrad. The state array is sum, the scalar step."""
+    """The rule of torch.optim.Adagrad. The state array is sum, the scalar step."""
 
     _class = torch.optim.Adagrad
     _takes_root = True

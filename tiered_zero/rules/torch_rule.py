@@ -398,9 +398,9 @@ class TorchRule(UpdateRule):
             ) from error
 
     def _batches(self, runs: Sequence[Run]) -> Iterator[list[tuple[Run, Run]]]:
-        """Yield lists of (piece, its run); torch steps the pieces of one list in one call. A class in ELEMENTWISE on an
-        accelerator gets many pieces of one param group in a list, and each operation is launched once for all of them;
-        the group's options foreach and fused choose torch's code. All other lists have one piece."""
+        """Yield lists of (piece, its run). torch steps all pieces of a list in one call, with the code that the param
+        group's options foreach and fused choose. For a class in ELEMENTWISE on an accelerator a list has many pieces of
+        one param group, and each operation is launched once for all of them. Otherwise a list has one piece."""
         is_known = type(self._optimizer) in ELEMENTWISE
         waiting: dict[tuple[int, float], list[tuple[Run, Run]]] = {}
         for run in runs:
