@@ -85,7 +85,7 @@ class TrainingLoader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this loader's position, and what decides the order of its samples. The values are plain, except one
-        tensor: the random state at the begin of the pass."""
+        tensor: the state of torch's generator when the pass began."""
         self._end_current(only_gone=True)
         current = self._current() if self._current is not None else None
         order = self._order

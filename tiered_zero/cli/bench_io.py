@@ -39,7 +39,7 @@ SETTINGS = (
 depths of 4 to 16: for reads (and for reads and writes at once), for both at once as fio measures it, for writes."""
 
 MAX_SECONDS = 60
-"""The most seconds of a measurement, and the default."""
+"""The largest value of --seconds, and its default."""
 
 WANTED_NBYTES = GIB
 """The size of the file, if time and space suffice: larger than the cache of most drives."""

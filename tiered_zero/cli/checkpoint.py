@@ -74,8 +74,8 @@ def ls(directory: Path, as_json: bool) -> None:
 def verify_command(directory: Path, as_json: bool) -> None:
     """Read every byte of the checkpoints in DIRECTORY against its checksum; exit code 1 if one is broken or none whole.
 
-    Passed over, without a failure, are a save that is under way or was cut off, an in-place commit whose run has
-    committed a later step since, and another program's checkpoint.
+    Three kinds are passed over and are no failure: a save that is under way or was cut off; an in-place commit, after
+    the run has committed a later step; another program's checkpoint.
     """
     from tiered_zero.checkpoint.tag import find_damage
 

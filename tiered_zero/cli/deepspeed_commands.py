@@ -167,7 +167,7 @@ def _find_real(place: Place) -> str | None:
 
 
 def _named(info: Path) -> str:
-    """Return name and version of the distribution with the metadata directory `info`: "deepspeed 0.19.8"."""
+    """Return name and version of the distribution whose metadata are in `info`: "deepspeed 0.19.8+tiered.zero"."""
     return " ".join(info.name.removesuffix(".dist-info").split("-", 1))
 
 

@@ -46,9 +46,9 @@ _DISK_S = 8.0
 def doctor(ctx: click.Context, directory: Path, as_json: bool, on_device: bool, measures: bool, pin: int) -> None:
     """Say what works on this machine and in DIRECTORY (the one for nvme_path), and how to mend the rest.
 
-    Writes small files there and removes them. --measure writes one of at most 1 GiB, and keeps the rates of products,
-    memory, link and this disk for `plan`. The exit code is 1 if DIRECTORY cannot be used, or, with --device, if
-    something is off; else 0.
+    Writes small files there and removes them. --measure writes one file of at most 1 GiB, and saves the rates of matrix
+    products, memory, link and this disk for `plan`. The exit code is 1 if DIRECTORY cannot be used, or, with --device,
+    if something is off; else 0.
     """
     logging.getLogger("tiered_zero").setLevel(logging.ERROR)
     findings = []

@@ -31,8 +31,8 @@ def train(ctx: click.Context, /, save: Path | None, save_every: int | None, resu
     Ends with tables: bytes on each tier, planned and at their peak, bytes moved and their rate, seconds per step, loss.
     Stops with exit code 1 at the first loss that is not finite.
 
-    With --save and --resume a run that was stopped or killed goes on as if it had not been. On SIGTERM and Ctrl-C it
-    then finishes the step and saves first; a second signal ends it at once.
+    With --save and --resume a run that was stopped or killed continues with the same numbers. With --save, SIGTERM and
+    Ctrl-C let the run finish its step and save; a second signal ends it at once.
     """
     if save is None and (resume or save_every is not None):
         raise click.UsageError("--resume and --save-every say how to use a directory: name it with --save.")

@@ -64,7 +64,7 @@ class Saver:
         self._engine, self._directory, self._every = engine, directory, every
         self._options = dict(options)
         self._begun: tuple[Path, float] | None = None
-        """A save that has begun, and whose end is not logged yet: (its directory, the time of its begin)."""
+        """The save that has begun and may not be durable yet: (its directory, when it began); None: there is none."""
         self._tried_step = engine.global_steps
         """The last step that this object tried to save."""
         self._saved_step: int | None = engine.global_steps

@@ -61,8 +61,8 @@ PerGroup = Annotated[float | list[float], BeforeValidator(_per_group)]
 class _PlacedSection(OffloadSection):
     device: Device = Field(
         "none",
-        description="where it rests between uses: none (device), cpu (host memory), nvme; where the CPU is the device, "
-        "cpu runs as none unless tiered_zero.device_memory_limit is given",
+        description="where they rest between uses: none (device), cpu (host memory), nvme. If the model computes on "
+        "the CPU, cpu means none, except with tiered_zero.device_memory_limit",
     )
 
 
@@ -87,8 +87,8 @@ class OffloadOptimizerSection(_PlacedSection):
     buffer_count: Whole = Field(4, ge=1, description="staging buffers for sub-groups on their way from and to nvme")
     pin_memory: bool = Field(
         True,
-        description="host memory of gradients and staging buffers is pinned; that of master weights and state, "
-        "which the CPU updates where they rest, is not",
+        description="host memory of gradients and staging buffers is pinned. Master weights and state are not pinned: "
+        "the CPU updates them where they rest",
     )
     ratio: Number = Field(
         1.0,
@@ -137,11 +137,13 @@ class ZeroSection(Section):
     stage3_param_persistence_threshold: Elements = Field(
         100_000,
         ge=0,
-        description="parameters of at most so many elements stay on the device; with more ranks than one they move "
+        description="parameters of at most this many elements stay on the device; with several ranks they move "
         "with their block",
     )
     stage3_model_persistence_threshold: Elements = Field(
-        2**63 - 1, ge=0, description="elements that may stay on the device under the threshold before, in all"
+        2**63 - 1,
+        ge=0,
+        description="most elements, in all, that stay on the device by stage3_param_persistence_threshold",
     )
     stage3_max_live_parameters: Elements = Field(
         1_000_000_000,
@@ -205,8 +207,8 @@ class TagSection(Section):
 
     tag_validation: Annotated[Literal["Warn", "Fail", "Ignore"], BeforeValidator(_capitalized)] = Field(
         "Warn",
-        description="what becomes of tags that many ranks give differently: rank 0's is taken, with a warning or "
-        "without one (Ignore), or the save is an error (Fail)",
+        description="if ranks save under different tags: take rank 0's with a warning (Warn) or without one (Ignore), "
+        "or raise an error (Fail)",
     )
 
 
@@ -313,8 +315,8 @@ class CsvSection(SwitchedSection):
     """Csv files of the numbers of each step, one file for each number."""
 
     enabled: _Switch = Field(False, description=f"whether {_WHAT} are written to csv files, by rank 0")
-    output_path: PathText = Field("", description="directory that holds the one of `job_name`")
-    job_name: str = Field("DeepSpeedJobName", description="directory of the files")
+    output_path: PathText = Field("", description="directory in which the directory `job_name` is made")
+    job_name: str = Field("DeepSpeedJobName", description="name of the directory of the files")
 
 
 class TensorboardSection(CsvSection):
@@ -371,8 +373,8 @@ class ActivationsSection(OffloadSection):
 
     limit: Nbytes = Field(
         None,
-        description="bytes that are preallocated for them there; what finds no room stays on the device. null: with "
-        "cpu a quarter of the host memory that the plan leaves, with nvme 16GiB",
+        description="bytes that are preallocated for activations on that tier; further activations stay on the device. "
+        "null: with cpu a quarter of the host memory that the plan leaves, with nvme 16GiB",
     )
     min_nbytes: Nbytes = Field(1 << 20, description="smaller tensors stay on the device")
 
@@ -382,11 +384,11 @@ class CheckpointSection(Section):
 
     in_place: bool = Field(
         False,
-        description="a save commits masters and state where they rest on nvme, which takes twice their bytes there and "
-        "checksums all; the run's swap directory is then the checkpoint, of one step, and stays when the run ends",
+        description="a save commits masters and state where they rest on nvme. This takes twice their bytes there, and "
+        "needs checksums all. The run's swap directory is then the checkpoint of one step, and stays when the run ends",
     )
     async_save: bool = Field(
-        False, alias="async", description="a save of what rests in memory is written while training goes on"
+        False, alias="async", description="a save writes values that rest in memory while training goes on"
     )
     resume: PathText | None = Field(
         None,
@@ -434,8 +436,8 @@ class RuntimeSection(Section):
     activations: ActivationsSection = ActivationsSection()
     gradients: Literal["auto", "cpu", "nvme"] = Field(
         "auto",
-        description="where gradients rest from backward to the update, where offload_optimizer.device is nvme: in host "
-        "memory (cpu) or in files in its nvme_path (nvme); auto: those on nvme that host memory has no room for",
+        description="with offload_optimizer.device nvme: where gradients rest from backward to the update, in host "
+        "memory (cpu) or in files in its nvme_path (nvme); auto: in host memory, and on nvme if there is no room",
     )
     io_engine: Literal["auto", "native", "aiofiles"] = Field(
         "auto", description="how files are read and written; auto tries in the swap directory and takes the best"
@@ -507,17 +509,17 @@ class Config(Section):
     )
     prescale_gradients: bool | None = Field(
         None,
-        description="many ranks divide gradients by their number before they sum them (true, and unset), or divide the "
-        "sum (false)",
+        description="true: ranks divide gradients by the number of ranks before they sum them; false: they divide the "
+        "sum; unset: true, except with a gradient_predivide_factor",
     )
     gradient_predivide_factor: Number = Field(
         1.0,
         gt=0,
-        description="many ranks divide gradients by it, sum them, and divide the sum by the rest of their number; 1 "
-        "leaves it to prescale_gradients, and if that is true this has no effect",
+        description="F: ranks divide gradients by F before they sum them, and the sum by (number of ranks / F); 1: "
+        "prescale_gradients decides. No effect if prescale_gradients is true",
     )
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = Field(
-        None, description="dtype in which many ranks sum gradients; unset: the dtype that these have"
+        None, description="dtype in which ranks sum gradients; unset: the dtype of the gradients"
     )
     steps_per_print: Annotated[int | None, BeforeValidator(_steps_per_print)] = Field(
         None,

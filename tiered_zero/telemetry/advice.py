@@ -17,7 +17,7 @@ CPU_SHARE = 0.5
 explanation names this first."""
 
 WAIT_SHARE = 0.1
-"""A wait that takes less than this share of a step is not worth a change."""
+"""A wait that takes less than this share of a step is not named."""
 
 _TOKENS = "more tokens per step (train_micro_batch_size_per_gpu)"
 _DISK = (

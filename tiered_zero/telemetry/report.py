@@ -37,10 +37,8 @@ _FLOATS = ("float", "float | None")
 
 
 class JsonRecord:
-    """The base of dataclasses that are written as JSON objects, with the class's field names.
-
-    JSON has no NaN or infinity: a float that is not finite is written as text.
-    """
+    """The base of dataclasses that are written as JSON objects: field name -> value. A float that is not finite is
+    written as text, because JSON has no NaN or infinity."""
 
     def to_json(self) -> dict[str, Any]:
         values: dict[str, Any] = asdict(self)  # type: ignore[call-overload]
@@ -203,8 +201,8 @@ def bottleneck(busy_s: Mapping[str, float], wall_s: float) -> str:
 
 
 def overlap_fraction(busy_s: Mapping[str, float], wall_s: float) -> float:
-    """Return 0 if the lanes worked one after another, 1 if the step took no longer than its busiest lane; between them
-    by the wall time."""
+    """Return the share of the possible overlap that a step has reached: 0 if its lanes worked one after another, 1 if
+    the step took no longer than its busiest lane."""
     total, longest = sum(busy_s.values()), max(busy_s.values(), default=0.0)
     if total <= longest:
         return 0.0
