@@ -20,9 +20,9 @@ TERMINATED = 128 + signal.SIGTERM
 class StopRequest:
     """Remembers that a signal has asked the program to stop.
 
-    `at_boundary`: true: the first signal raises nothing, and the program ends its step, saves, and stops by itself.
-    False: the first signal raises at once, as every later signal does in any case: Ctrl-C raises KeyboardInterrupt and
-    SIGTERM raises SystemExit, in the main thread. `code`: the exit code for the first signal; None if none has come."""
+    `at_boundary`: True: the first signal is only remembered; the program ends its step, saves, and stops by itself.
+    False: the first signal raises. Later signals raise in both cases. Ctrl-C raises KeyboardInterrupt and SIGTERM
+    raises SystemExit, in the main thread. `code`: the exit code for the first signal; None if none has come."""
 
     def __init__(self, at_boundary: bool) -> None:
         self.at_boundary = at_boundary
@@ -53,7 +53,7 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(*, at_boundary: bool = True) -> Iterator[StopRequest]:
-    """Let SIGTERM and Ctrl-C, within the block, ask training to end instead of ending it at once.
+    """A context manager: inside the block SIGTERM and Ctrl-C ask training to end, instead of ending it at once.
 
     Yields a StopRequest to check after each `engine.step()`: it is true once a signal has come. A second signal ends
     the engine's call at once, by SystemExit or KeyboardInterrupt; the program can then close the engine, which removes

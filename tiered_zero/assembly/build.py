@@ -530,8 +530,9 @@ def _chosen_monitors(config: Config) -> dict[str, Open]:
 
 
 def _make_copies(run_spec: RunSpec, homes: dict[int, Home], state: RunState) -> DurableCopies | None:
-    """Make the object that writes durable copies of the values that no committed slot holds. `homes`: unit index, or
-    BUFFERS -> the home of the copy. Return None without in-place commits."""
+    """Make the object that, for in-place commits, writes durable copies of values that no committed slot holds.
+    `homes`: where the copies go: unit index -> home of the copy of the unit's parameters, BUFFERS -> home of the copy
+    of the model's buffers. Return None if the run makes no in-place commits."""
     if not run_spec.config.tiered_zero.checkpoint.in_place:
         return None
 

@@ -1,9 +1,10 @@
 """Choose the placement whose predicted step is shortest by the rates of this machine (`tiered_zero.placement: "auto"`).
-Also read the sizes from a model with which steps are predicted and activations are estimated.
+Also read a model's sizes, from which steps are predicted and activations are estimated.
 
-Candidates differ in settings that change no numbers and that the config leaves out. For each pair of slowest tiers, one
-for parameters and one for state, the search plans as little as possible on faster tiers. Then it fills the room that is
-left, on the device first and in host memory after that. The predicted seconds of a step decide.
+Candidates differ in settings that change no numbers and that the config leaves out. The search tries each pair of a
+tier for parameters and a tier for state. It first plans as many of these bytes as possible on the two tiers, and then
+moves bytes to faster tiers as long as there is room: to the device first, then to host memory. The predicted seconds of
+a step decide.
 """
 
 from __future__ import annotations
@@ -103,9 +104,9 @@ SAME_SHARE = 1.05
 
 
 def _best_first(found: Sequence[Candidate]) -> list[Candidate]:
-    """Sort candidates by the predicted seconds of a step. Among steps as short as the shortest, by SAME_SHARE, put
-    first the default sub_group_size, then the fewest bytes written to disks. (4 Mi elements, chosen for a predicted
-    gain of 0.5%, took 1.17 times as long.)"""
+    """Sort candidates by the predicted seconds of a step. Steps that take at most SAME_SHARE times as long as the
+    shortest count as equal to it. Among these, the default sub_group_size comes first, then the fewest bytes written to
+    disks. (A sub_group_size of 4 Mi elements, chosen for a predicted gain of 0.5%, took 1.17 times as long.)"""
     same_s = SAME_SHARE * min((each.step.seconds for each in found), default=0.0)
 
     def order(candidate: Candidate) -> tuple[float, bool, int, float]:
@@ -118,9 +119,9 @@ def _best_first(found: Sequence[Candidate]) -> list[Candidate]:
 @dataclass(kw_only=True)
 class PlacementSearch:
     """Searches for the placement whose predicted step is shortest. `plan_of`: plans a config, allocating nothing.
-    `predict`: predicts the step of a plan. `estimate`: the bytes of activations, for which the search leaves room,
-    except in a limit that the config sets; None if unknown. `disk_nbytes`: free bytes of the disk; None if unknown.
-    `errors`: one for each dropped choice of settings."""
+    `predict`: predicts the step of a plan. `estimate`: the activations of a micro-batch; None if unknown. The search
+    leaves room for them, except on a tier whose limit the config sets. `disk_nbytes`: free bytes of the disk; None if
+    unknown. `errors`: why settings were dropped, one error for each."""
 
     config: Config
     plan_of: Callable[[Config], Plan]
@@ -159,8 +160,8 @@ class PlacementSearch:
         return [*by_places.values()]
 
     def _plan(self, settings: Settings, *, fits: bool = True) -> Plan | None:
-        """Return the plan of the config with `settings` filled in. If planning raises an error, add it to `errors` and
-        return None. `fits`: True treats a plan that exceeds a limit in the same way."""
+        """Return the plan of the config with `settings` filled in. If planning raises an error, or if `fits` is true
+        and the plan exceeds a limit, add the error to `errors` and return None."""
         key = frozenset(settings.items())
         try:
             if key not in self._plans:
@@ -186,9 +187,9 @@ class PlacementSearch:
         return Candidate(config=config, plan=plan, step=self.predict(plan), settings=settings)
 
     def _placements(self) -> Iterator[tuple[Settings, Plan]]:
-        """Yield (settings, plan) for each choice of tiers and limits, the slowest tiers last. Host memory is filled
-        with parameters before state, because parameters use the disk more: forward and backward read them and the
-        update writes them."""
+        """Yield (settings, plan) for each pair of a tier for parameters and a tier for state, the slowest tiers last.
+        In each plan, as many bytes as fit are on faster tiers. Host memory is filled with parameters before state,
+        because parameters use the disk more: forward and backward read them and the update writes them."""
         zero = self.config.zero_optimization
         path = self._path
         pages = "stage" not in zero.model_fields_set or zero.stage == 3
@@ -262,7 +263,8 @@ class PlacementSearch:
         return settings, plan
 
     def _short_nbytes(self, plan: Plan) -> int:
-        """Return the bytes that the estimated activations lack next to the plan; 0 if they fit."""
+        """Return by how many bytes the plan and the estimated activations together exceed the limit of the tier that
+        computes; 0 if they fit."""
         return max(0, -self._room_nbytes(plan, plan.request.computing_tier))
 
     def _room_nbytes(self, plan: Plan, tier: str) -> int:
@@ -360,9 +362,9 @@ def make_predictor(
 
 
 def predicted_seconds(config: Config, model: nn.Module, plan: Plan) -> dict[str, float]:
-    """Return the predicted tokens and seconds of a step, and the seconds of each resource, for the run's report. Return
-    {} if nothing can be predicted: without rates of this machine, with several ranks, or without an optimizer in the
-    config."""
+    """Return the predicted step for the run's report: "tokens" -> all tokens of the step, "step" -> its seconds, and
+    each resource -> its busy seconds. Return {} if nothing can be predicted: without rates of this machine, with
+    several ranks, or without an optimizer in the config."""
     if plan.request.world_size > 1 or config.optimizer is None:
         return {}
     try:

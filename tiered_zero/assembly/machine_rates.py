@@ -58,7 +58,7 @@ def measure_machine(disk: Disk) -> Machine:
 
 def _update_rate(shares_cores: bool) -> float:
     """Measure the bytes/s of AdamW on bf16 weights: by the native kernel with its threads, or, without a kernel, by
-    torch's operations."""
+    torch's operations. `shares_cores`: whether compute runs on the CPU too; the kernel then has more threads."""
     import torch
 
     from tiered_zero.hardware.check import median_rate

@@ -120,17 +120,17 @@ def _find(resume: str, warnings: list[str]) -> FoundCheckpoint | None:
 
 
 def check_directories(keys: Mapping[tuple[str, ...], str]) -> list[str]:
-    """Make the missing swap directories, and return warnings about any swap directory. `keys`: directories that are
-    striped together -> the config key that names them. Raises ConfigError and StoreError."""
+    """Make the missing swap directories, and return warnings about any swap directory. `keys`: the directories over
+    which one store of swap files is striped -> the config key that names them. Raises ConfigError and StoreError."""
     make_missing(keys)
     by_path = {path: key for paths, key in keys.items() for path in paths}
     return [line for path, key in sorted(by_path.items()) for line in preflight_directory(path, key)]
 
 
 def clear_directories(keys: Mapping[tuple[str, ...], str], adopted: Container[Path] = ()) -> list[str]:
-    """If the launcher has restarted this process, remove the swap directories that this launch has left. Return
-    notices about directories that other runs have left. `keys`: as for `check_directories`. `adopted`: swap directories
-    in which this run goes on."""
+    """If the launcher has restarted its processes, remove the swap directories that ended processes of this launch have
+    left; committed state stays. Return notices about swap directories that other ended runs have left. `keys`: as for
+    `check_directories`. `adopted`: swap directories in which this run goes on; there is no notice about these."""
     paths = [path for group in keys for path in group]
     if num_restarts() and local_rank() == 0:
         clear_restarted(paths, launch_name())
@@ -228,7 +228,8 @@ def check_disk_space(needs: Mapping[tuple[str, ...], int], ranks: Collectives) -
 
 
 def _drives(paths: Sequence[str]) -> dict[str, object]:
-    """Return the file systems that hold `paths`: their device numbers, and their free bytes in all."""
+    """Describe the file systems that hold `paths`: "drives" -> their device numbers, "free" -> their free bytes in all,
+    "path" -> the first of `paths`, for messages."""
     by_device = {os.stat(path).st_dev: path for path in reversed(paths)}
     status = [os.statvfs(path) for path in by_device.values()]
     free = sum(each.f_bavail * each.f_frsize for each in status)

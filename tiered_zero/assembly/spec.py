@@ -168,6 +168,8 @@ class _Cut:
         self, rules: UnitRules, rule: UpdateRule, state_format: str, apart: bool, rank: int | None, numel: int
     ) -> tuple[list[SubGroup], list[SubGroupSize]]:
         """Cut the units into sub-groups of at most `numel` elements, and return them with the sizes of their slots.
+        `rules`: the rules by which the model is cut into units. `apart`, `rank`: see `cut_subgroups`.
+
         Slot sizes are computed once for equal sub-groups: with an elementwise rule, those with the same number of
         elements and the same param groups."""
         subgroups = cut_subgroups(
@@ -258,7 +260,8 @@ def _make_rule(
     source: Optimizer, state_format: str, world_size: int, steps_parts: bool, shares_cores: bool
 ) -> UpdateRule:
     """Make the update rule of the optimizer `source`, with state in `state_format`. `steps_parts`: whether each rank
-    steps parts of parameters. Raises ModelError if the rule can step whole parameters only."""
+    steps parts of parameters. `shares_cores`: whether compute runs on the CPU too. Raises ModelError if each rank steps
+    parts and the rule can step whole parameters only."""
     threads = num_kernel_threads(shares_cores=shares_cores)
     rule = make_rule(source, state_format, steps_parts=steps_parts, num_threads=threads)
     if steps_parts and not rule.elementwise:
@@ -430,9 +433,10 @@ def _plan_to_fit(
     numel: int,
     request: PlanRequest,
 ) -> tuple[list[SubGroup], Plan, int]:
-    """Plan with sub-groups of `numel` elements. While the plan needs more host memory than is allowed, halve the size
-    and plan again, down to a size that makes too many sub-groups. Return the sub-groups, the plan, and the size at
-    which sub-groups are cut."""
+    """Plan with sub-groups of `numel` elements. If the plan needs more host memory than is allowed, halve the size and
+    plan again, until the plan fits or smaller sub-groups would be too many. Return the sub-groups, the plan, and the
+    size at which sub-groups are cut. `cut_into(numel)`: returns sub-groups of at most `numel` elements, and the sizes
+    of their slots."""
     least = sub_group_numel(1, units)
     while True:
         subgroups, sizes = cut_into(numel)

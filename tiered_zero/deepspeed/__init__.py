@@ -69,7 +69,8 @@ for _name in MISSING:
 
 
 def modules_named(name: str) -> dict[str, ModuleType]:
-    """Return name -> module for this package and its modules. In each name this package is called `name`."""
+    """Return name -> module for this package and its modules. In each name the package is called `name`: "deepspeed"
+    gives "deepspeed", "deepspeed.zero", and so on."""
     return {
         name + path.removeprefix(__name__): module
         for path, module in sys.modules.items()

@@ -155,7 +155,8 @@ def _saving(settings: _Settings) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _watched(settings: _Settings, what: str) -> Iterator[None]:
-    """Wait for the device before the block; by `settings`, also wait after it, and log its seconds."""
+    """A context manager: wait for the device before the block. If `settings.synchronize`, also wait after it. If
+    `settings.profile`, log how long it took. `what`: the block's name in the log, such as "forward"."""
     get_accelerator().synchronize()
     start_s = time.perf_counter()
     yield

@@ -56,8 +56,9 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, DeepSpeedOpt
     """Call `tiered_zero.initialize`, and return its results.
 
     At stage 3 also set attributes of DeepSpeed that TRL and Lightning read: `ds_numel` (elements) on each parameter,
-    `parameter_offload` on the optimizer, and `ds_status` (AVAILABLE) on the class torch.Tensor: TRL's losses read it
-    from saved weights, which are tensors but no parameters under saved-tensor hooks."""
+    `parameter_offload` on the optimizer, and `ds_status` (AVAILABLE) on the class torch.Tensor. TRL's losses read
+    `ds_status` of the weights that autograd saved. Saved-tensor hooks return these as plain tensors, so the class must
+    have the attribute."""
     _check_accelerate()
     engine, optimizer, loader, scheduler = api.initialize(*args, **kwargs)
     if engine.zero_optimization_stage() == 3:

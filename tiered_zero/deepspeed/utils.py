@@ -56,7 +56,8 @@ _ONE_FILE = 1 << 62
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
-    """Log `message`, on any rank, if `ranks` is None or has 0 or -1 (all ranks)."""
+    """Log `message` if `ranks` is None or contains 0 or -1 (which means all ranks); otherwise do nothing. The rank of
+    this process is not compared with `ranks`."""
     if ranks is None or 0 in ranks or -1 in ranks:
         logger.log(level, "%s", message)
 

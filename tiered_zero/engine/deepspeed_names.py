@@ -110,8 +110,8 @@ class DeepSpeedNames(ABC):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Do nothing inside the block: gradients are reduced over ranks only in the step() that updates. Raises
-        ModelError if this run reduces gradients in backward."""
+        """A context manager that changes nothing: with it and without it, gradients are reduced over ranks only in the
+        `step()` that updates the weights. Raises ModelError if this run reduces gradients in backward."""
         self._step.check_no_sync()
         yield
 
@@ -228,7 +228,9 @@ class DeepSpeedNames(ABC):
     bfloat16_enabled = _reader("bf16.enabled", bool)
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Return the samples of one update, the samples of one forward, and the micro-batches of one update."""
+        """Return train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps of the config: the
+        samples of one update on all ranks, the samples of one forward on one rank, and the number of micro-batches of
+        one update."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     steps_per_print = _reader("steps_per_print", int, "Optimizer steps between two log lines; None: no lines.")

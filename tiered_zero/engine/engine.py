@@ -105,7 +105,8 @@ class Engine(DeepSpeedNames):
         From backward to `step()`, `param.grad` is a live view of the gradient in the parameter's shape. It can be read,
         changed in place and assigned as in plain PyTorch, also by `torch.nn.utils.clip_grad_norm_`. It lies on the tier
         of the gradient (host memory, if the update runs there), and is fp32 if micro-batches of a 16-bit model are
-        summed. Reading it raises ModelError if updates begin in backward, or if the loss is scaled.
+        summed. With a loss scale it is an unscaled fp32 copy, and for gradients on NVMe a copy; changes of a copy take
+        effect too. Reading it raises ModelError with many ranks, or if updates begin in backward.
         """
         self._step.backward(loss, retain_graph, scale_wrt_gas)
         return loss
@@ -275,9 +276,11 @@ class Engine(DeepSpeedNames):
         directory that holds only other things is refused (StoreError), so that no run begins at step 0 by mistake.
 
         Masters always get the saved fp32 values, and parameters get these values rounded. `load_optimizer_states`:
-        False starts the optimizer state anew. `load_module_only`: True does this too, and keeps the present counts,
-        learning rate schedule and random numbers. `load_module_strict`: False accepts a checkpoint that lacks
-        parameters or buffers of the model, which keep their values, or that has others, which are ignored.
+        False starts the optimizer state anew and keeps the present loss scale. `load_lr_scheduler_states`: False keeps
+        the present learning rate schedule. `load_module_only`: True starts the optimizer state anew and keeps all else
+        except the weights: counts, learning rates and their schedule, loss scale, random numbers and the position in
+        the training data. `load_module_strict`: False accepts a checkpoint that lacks parameters or buffers of the
+        model, which keep their values, or that has others, which are ignored. `custom_load_fn`: must be None.
 
         Raises ModelError, ConfigError or StoreError, with nothing changed, if the checkpoint does not fit. If damage is
         found later, this engine cannot be used any more. No pickle is read. With many ranks every rank calls this; the
@@ -384,9 +387,10 @@ class Engine(DeepSpeedNames):
         `name`: the parameter's name in `module.named_parameters()`. `kind`: "master", "grad" (between backward and
         `step()`, without the loss scale), or the name of a state tensor in torch's optimizer, such as "exp_avg".
         Masters and gradients are fp32 in the parameter's shape; state has torch's dtype and shape. Returns None for a
-        frozen parameter, for state before the first step, and if there is no gradient. Raises ModelError. Waits for
-        every update and reads whole sub-groups, which is too slow for every step. If masters and state are sharded
-        (many ranks, stage 1 and up), every rank calls this.
+        frozen parameter, for state before the first step, and if there is no gradient. Raises ModelError for an unknown
+        `name` or `kind`, and for "grad" where `param.grad` cannot be read (see `backward`). Waits for every update and
+        reads whole sub-groups, which is too slow for every step. If masters and state are sharded (many ranks, stage 1
+        and up), every rank calls this.
         """
         param = self._named(name)
         if kind == "master":
@@ -447,9 +451,12 @@ class Engine(DeepSpeedNames):
         """Drop the gradients of this step's backward passes so far; `optimizer.zero_grad()` does the same.
 
         Right after a `step()` that only counted a micro-batch this call does nothing, because loops call `zero_grad()`
-        after every `step()`; `abort_step()` drops the gradients then. `set_to_none`: False sets gradients to 0 instead
-        of dropping them, also the gradients that the last `step()` used. Raises ModelError if updates from these
-        gradients have begun."""
+        after every `step()`; `abort_step()` drops the gradients then. Raises ModelError if updates from these gradients
+        have begun.
+
+        `set_to_none`: False sets gradients to 0 instead of dropping them. As in plain PyTorch, each parameter that has
+        had a gradient since the last call with True then has a gradient of 0, also if no backward of this step has
+        reached it."""
         self._step.zero_grad(set_to_none)
 
     @on_one_thread

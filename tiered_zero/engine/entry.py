@@ -233,11 +233,11 @@ class StepCounts:
         return boundary
 
     def state(self) -> tuple[int, int, GradCheck | None]:
-        """Return the present counts, for `restore`."""
+        """Return the counts that `restore` sets: (micro_steps, global_steps, grad_check)."""
         return self.micro_steps, self.global_steps, self.grad_check
 
     def restore(self, state: tuple[int, int, GradCheck | None]) -> None:
-        """Set the counts back to `state`, a result of `state()`. Called if the step is dropped."""
+        """Set the counts to `state`, an earlier result of `state()`. Called if the step is dropped."""
         self.micro_steps, self.global_steps, self.grad_check = state
 
     def state_dict(self) -> dict[str, Any]:
@@ -331,8 +331,9 @@ class Entrance:
 
     @contextmanager
     def call(self, phase: Phase) -> Iterator[None]:
-        """Run the block as one call in `phase`. If the block raises, drop the step, or latch the engine if the update
-        has begun, and raise the failure's error."""
+        """A context manager that runs its block as one call in `phase`. If the block raises, clean up as `_end_failed`
+        says. Then raise the block's error; the first time, raise the original failure behind it (see
+        `FailureLatch.surface`)."""
         try:
             self._phase.now = phase
             yield
@@ -441,8 +442,8 @@ class Entrance:
         self.drop()
 
     def drop(self) -> None:
-        """Drop the step after a failed call. If a transfer fails meanwhile, its error is ignored, because the call's
-        own error is raised. Any other error latches the engine."""
+        """Drop the step after a failed call. Errors of transfers are ignored, because the caller raises the call's own
+        error. If any other error ends the drop, latch the engine."""
         try:
             self.abort()
         except TieredZeroError:
@@ -512,10 +513,10 @@ class Entrance:
             self._movers.drain()
 
     def fail_ranks(self, error: BaseException | None) -> None:
-        """End the run on all ranks, if this rank's collectives may be missing. Called after a forward or
-        `loss.backward()` that the user called without the engine has raised on this rank: other ranks would wait in a
-        collective that this rank never calls. `error`: the exception; None if the program has caught it, so that it is
-        not known."""
+        """End the run on all ranks after a forward or `loss.backward()` that the user called without the engine has
+        raised on this rank. Otherwise the other ranks would wait in a collective that this rank never calls. Do nothing
+        if such a call runs no collectives in this run. `error`: the exception; None if the program has caught it, so
+        that it is not known."""
         name, reducer = self._phase.now.value, self._movers.reducer
         if reducer is None or not (reducer.shards_params or reducer.is_open):
             return

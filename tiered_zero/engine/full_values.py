@@ -145,7 +145,8 @@ def _check_state(param: ParamSpec, values: Mapping[str, Any], name: str, value: 
 
 
 def get_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return a copy of `param.grad` on the CPU in fp32, between backward and step(); None without a gradient."""
+    """Return a copy of `param.grad` on the CPU in fp32, between backward and step(); None without a gradient. Raises
+    ModelError where `param.grad` cannot be read: with many ranks, or if updates begin in backward."""
     grad = param.grad
     return None if grad is None else grad.detach().to("cpu", torch.float32, copy=True)
 

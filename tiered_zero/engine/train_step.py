@@ -162,8 +162,9 @@ class TrainStep:
         self.entrance.latch(why)
 
     def pre_state_dict(self, module: nn.Module, *, checks: bool) -> None:
-        """Prepare for a module's state_dict: make every update visible, and keep copies, so that each parameter is
-        copied only once. `checks`: whether to refuse a model with replaced parameters."""
+        """Prepare for a module's state_dict: make every update visible. From now until the state_dict ends, the copy of
+        each parameter is kept, so that a parameter with several names is copied once. `checks`: whether to refuse a
+        model with replaced parameters."""
         if checks:
             self.parameters.check()
         self.pager.num_uses += 1
@@ -368,7 +369,8 @@ class TrainStep:
 
     @contextmanager
     def _pass(self, phase: Phase) -> Iterator[None]:
-        """Run the block as a forward or backward (`phase`). `param.grad` is hidden meanwhile."""
+        """A context manager that runs its block as a forward or backward (`phase`). Inside the block `param.grad` is
+        autograd's own attribute; before and after it, `param.grad` reads and assigns the gradient at its home."""
         with self.entrance.call(phase):
             self.gradients.hide()
             with self.runtime.recorder.span("compute", phase.value):

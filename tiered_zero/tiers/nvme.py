@@ -24,9 +24,9 @@ from tiered_zero.tiers.tier import HostBuffer, Slot, StartCopy, Tier, UnitUpdate
 
 @dataclass(kw_only=True)
 class _Chunk:
-    """The bytes of a fetch that one read from disk brings. `part`: the device memory to fill, [n] uint8. `offset`: the
-    first byte in the slot. `lease`: the staging buffer; None until one is free, or if the disk writes to the device's
-    memory directly. `read`: the transfer from disk; None until it begins."""
+    """A part of a fetch: the bytes that one read from disk brings. `part`: the device memory to fill, [n] uint8.
+    `offset`: the first byte in the slot. `lease`: the staging buffer; None until one is free, or if the disk writes to
+    the device's memory directly. `read`: the transfer from disk; None until it begins."""
 
     part: torch.Tensor
     offset: int
@@ -113,7 +113,8 @@ class NvmeTier(Tier):
         return transfer
 
     def _charge(self, slot: Slot, num_places: int) -> None:
-        """Charge places of the slot on disk to the ledger, until `num_places` of them are charged."""
+        """Charge the slot's bytes to the ledger, once for each place that the slot has on disk. `num_places`: the
+        number of these places; places that are charged already are not charged again."""
         charged = self._charged[slot.name]
         while len(charged) < num_places:
             kind = COMMIT_KINDS.get(slot.kind, slot.kind) if charged else slot.kind
@@ -153,9 +154,10 @@ class NvmeTier(Tier):
             raise
 
     def _copier(self, compute: Transfer, in_place: bool) -> StartCopy:
-        """Return a function that copies from an update's buffers to the target. `in_place`: whether device memory is
-        host memory; the function then copies at once. Otherwise it copies after `compute`, on the write_back lane, as
-        jobs of the fetch lane may wait for an update."""
+        """Return a function that starts a copy from an update's buffers to the device. `in_place`: whether device
+        memory is host memory; the function then copies at once. Otherwise the copy runs on the write_back lane after
+        `compute`, the work that may still use the device memory. It cannot run on the fetch lane, whose jobs may wait
+        for an update."""
         copy = self._accelerator.copy
 
         def copy_at_once(target: torch.Tensor, source: torch.Tensor) -> Transfer:

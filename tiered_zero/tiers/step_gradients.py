@@ -8,8 +8,8 @@ again is read back. So memory does not grow with the model.
 What a window holds at the end of backward is never written: the update copies it from the window, and reads the rest of
 a sub-group's gradients together with the sub-group's state. If an update that began in backward has all that it needs
 of a unit, the unit's window is kept for it. Backward then waits for the update instead of a write, and the gradients
-never go to disk. But an update that waits for gradients to arrive frees no window, while these gradients may need one.
-Until they arrive, kept windows are written like others.
+never go to disk. But the update may itself wait for gradients to arrive, and these may need a window. It then frees no
+window, so during such a wait kept windows are written like others.
 
 A flat is written in the parts that the update reads, so each part has checksums of its own. Records are scratch: no
 commit names them, and they end with the run. A checkpoint holds the state between two steps, when there are no
@@ -152,8 +152,8 @@ class PagedFlat:
     NVMe. Only `FlatWindows` changes its fields.
 
     Its bytes are undefined until it is opened, and after `FlatWindows.drop`. `dtype`: the dtype of its elements.
-    `cuts`: the first elements of the parts that are read separately; 0 is added. `padding`: the ranges between and
-    after parameters, which are zero in every window."""
+    `cuts`: the first elements of the parts that are read separately; 0 may be left out. `padding`: the ranges between
+    and after parameters, which are zero in every window."""
 
     def __init__(
         self,
@@ -228,9 +228,9 @@ class FlatWindows:
 
     @contextmanager
     def open(self, flat: PagedFlat, lane: str) -> Iterator[torch.Tensor]:
-        """Give the flat a window for the length of the block, and yield its elements, [numel], to read and change.
-        Waits until a window is free and holds the flat's bytes; `lane` is the lane that waits, for the recorder. Raises
-        transfer errors."""
+        """A context manager that gives the flat a window for the length of the block. It yields the flat's elements,
+        [numel], to read and change. First it waits until a window is free and holds the flat's bytes. `lane`: the lane
+        that calls this, for which the recorder counts the wait. Raises transfer errors."""
         self._begin_use(flat, lane)
         try:
             assert flat.lease is not None, "`_begin_use` has leased a window"
@@ -256,8 +256,8 @@ class FlatWindows:
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """Allow windows that are kept for an update to be written during the block. An update waits there for gradients
-        to arrive, and these may need a window."""
+        """A context manager: inside the block, windows that are kept for an update may be written and freed. The update
+        enters it to wait for gradients to arrive, because these may need a window."""
         with self._changed:
             self._num_awaited += 1
             self._changed.notify_all()
@@ -363,8 +363,9 @@ class FlatWindows:
         return None
 
     def _finish_write(self, flat: PagedFlat, writing: Transfer, lane: str = "update") -> None:
-        """Wait for `writing`. If it is the flat's write, free the window, or keep the window if the write failed. If it
-        is a transfer to the window, do nothing more."""
+        """Wait for `writing`, a result of `_next_write`, and raise its error. If it is the write of the flat's window,
+        then free the window; a window that could not be written stays. If it is a transfer to the window, free
+        nothing."""
         is_stored = False
         try:
             with self._recorder.span(lane, "wait_grad", flat.name):

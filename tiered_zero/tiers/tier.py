@@ -436,11 +436,11 @@ def write_slot(home: Home, offset: int, data: torch.Tensor, staging: StagingPool
 def leased_slot(
     home: Home, staging: StagingPool | None, read: slice, write: slice | None = None
 ) -> Iterator[torch.Tensor]:
-    """Lend a slot's bytes, [nbytes] uint8, for the length of the block: in place, possibly on the device, or, for a
-    slot on NVMe, in a staging buffer.
+    """A context manager that lends a slot's bytes, [nbytes] uint8: in place, possibly on the device, or, for a slot on
+    NVMe, in a staging buffer.
 
     With a staging buffer: `read` is the range (whole pages) to read from the slot before the block, and `write` the
-    range to write back after it."""
+    range to write back after it. Nothing is written back if `write` is None or the block raises."""
     view = home.tier.view(home.slot)
     if view is not None:
         yield view

@@ -36,8 +36,9 @@ NO_COPY = "An optimizer whose state rests on tiers cannot be copied or pickled. 
 
 
 def creates_state(groups: Sequence[Mapping[str, Any]], grads: Collection[torch.Tensor]) -> bool:
-    """Return whether a step is called only to have state created, as by torch.distributed.checkpoint: lr is 0 in every
-    group, and all `grads` are 0. The caller has checked that the optimizer has no state."""
+    """Return whether a call of `step` serves only to create state, as a call by torch.distributed.checkpoint does: lr
+    is 0 in every one of the param `groups`, there are `grads`, and all of them are 0. The caller has checked that the
+    optimizer has no state."""
     return bool(grads) and all(group.get("lr") == 0 for group in groups) and not any(grad.any() for grad in grads)
 
 
@@ -109,8 +110,10 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
         self._flushed().check_groups(groups)
 
     def replace(self, states: Mapping[nn.Parameter, ParamState], groups: list[dict[str, Any]]) -> None:
-        """Replace the state of all parameters by `states`. `groups`: the values that the param groups will get. Raises
-        ModelError."""
+        """Replace the state of all parameters by `states`; parameters that are missing there are left without state.
+        `groups`: the values that the caller sets in the param groups afterwards. Raises ModelError, with nothing
+        changed, if `states` and `groups` do not fit. If writing fails, state is partly new, and no step runs any
+        more."""
         view = self._open()
 
         def check() -> None:
@@ -221,7 +224,8 @@ class TierStateOptimizer(Optimizer):
 
     @hold_interrupts()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict()` of such an optimizer, or of a plain torch optimizer of the user's class.
+        """Load `state_dict`, the result of `state_dict()` of an optimizer with state on tiers, or of a plain torch
+        optimizer of the user's class.
 
         Param groups are changed in place: schedulers and the engine keep sharing one list. State tensors are rounded,
         with a warning, if tiered_zero.state_format has fewer bits. Raises ModelError, with nothing changed, if groups,
@@ -336,8 +340,11 @@ class TieredOptimizer(TierStateOptimizer):
 
     def take_reset(self) -> None:
         """Reset the state if the program has assigned an empty mapping to `state` of the user's own optimizer. Called
-        before every use of the state. Raises ModelError, once, if an update has begun in backward. Then `step()` uses
-        the old state, and the first use after that resets it."""
+        before every use of the state.
+
+        Raises ModelError if the program has assigned another mapping. If an update that began in backward waits for its
+        `step()`, the state is not reset yet: this raises ModelError once, `step()` uses the old state, and the first
+        use after it resets the state."""
         given = self._source.state
         if given is self._access or not isinstance(self._access, StateAccess) or not self._access.is_open:
             return
@@ -482,8 +489,8 @@ class ParamGroupWatch:
     parameters in a group, other values of fused, capturable or differentiable.
 
     All other values are read at each step and may change. The place of each parameter's state is decided once, when the
-    run starts. The optimizers may be freed before the engine. Used on the driver thread at each call; costs only
-    comparisons of pointers.
+    run starts. Optimizers are held by weak references, so they may be freed before the engine. Used on the driver
+    thread. A check compares identities and three options, so it is cheap enough for each call.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -554,8 +561,8 @@ def _describe(value: Any) -> str:
 
 @contextmanager
 def restored_on_error(groups: list[dict[str, Any]]) -> Iterator[None]:
-    """Restore the values of the param groups if the block raises. A scheduler that is built in the block sets learning
-    rates at once."""
+    """A context manager: if the block raises, restore the values that the param groups had before the block. A
+    scheduler that the block builds changes learning rates as soon as it is built."""
     before = [dict(group) for group in groups]
     try:
         yield
@@ -600,9 +607,9 @@ def _redirected(name: str, owner: weakref.ref[TieredOptimizer]) -> Callable[...,
 
 
 def make_scheduler(given: Any, section: SchedulerSection | None, handle: TieredOptimizer | None) -> Any:
-    """Return the learning rate scheduler; None without one, or if the run does not train (`handle` is None). `given`: a
-    scheduler, or a callable that makes one of the optimizer; None: make the one that the config's `section` describes.
-    Raises ConfigError."""
+    """Return the learning rate scheduler of the run; None if there is none, or if the run does not train (`handle` is
+    None). `given`: the user's scheduler, or a callable that makes one from the optimizer; it is used instead of
+    `section`. None: make the scheduler that `section`, a part of the config, describes. Raises ConfigError."""
     if handle is None:
         if given is not None:
             raise ConfigError(

@@ -38,9 +38,9 @@ class ReadyQueue:
     """Holds the sub-groups that are ready to be updated. May be used from any thread.
 
     The shallowest ready sub-group (the first in forward) comes first, because the next forward needs it first. In
-    backward, sub-groups with all gradients arrived come before those with gradients still on their way, because
-    backward is launched ahead of the accelerator. After `close` nothing is added. `take_skipped` returns the sub-groups
-    that this step does not update.
+    backward, sub-groups whose gradients have all arrived come before the others: a sub-group may be added when the CPU
+    has launched the work that computes its gradients, before the accelerator has done this work. After `close` nothing
+    is added. `take_skipped` returns the sub-groups that this step does not update, each of them once.
     """
 
     def __init__(self, ready: Iterable[StateLayout] = (), skipped: Iterable[StateLayout] = ()) -> None:
@@ -118,13 +118,13 @@ class UpdateJob:
 
     `grad_scale`: the factor for gradients. `groups`: copies of the param groups' values, made when the job was made.
     `after`: parameters on the device are written after this transfer, because work that compute launched before the job
-    was made may read them. `after_of`: index of a sub-group that became ready later -> its transfer in place of
-    `after`. `unit_updates`: unit index -> the `UnitUpdate` to complete. `param_kind`: the slots that get the new
-    parameters: "param", or "param_back" for a delayed update. `every_subgroup`: also process sub-groups without a
-    gradient, to write their parameters to the new slots. `queue`: gives sub-groups as they become ready; None: process
-    all that have a gradient. `on_device`: True processes only sub-groups with state on the device, False only the
-    others, None all; sub-groups that are left out count as written. `computed`: completes when every update is computed
-    (the last may still be written), or when the job fails.
+    was made may read them. `after_of`: index of a sub-group that became ready after the job was made -> the transfer
+    that replaces `after` for this sub-group. `unit_updates`: unit index -> the `UnitUpdate` to complete. `param_kind`:
+    the slots that get the new parameters: "param", or "param_back" for a delayed update. `every_subgroup`: also process
+    sub-groups without a gradient, to write their parameters to the new slots. `queue`: gives sub-groups as they become
+    ready; None: process all that have a gradient. `on_device`: True processes only sub-groups with state on the device,
+    False only the others, None all; sub-groups that are left out count as written. `computed`: completes when every
+    sub-group is computed (writes may still be under way), or when the job fails.
     """
 
     gradients: GradientSource
@@ -184,9 +184,9 @@ class UpdatePipeline:
         return any(map(self._io.reads, self.view.layouts))
 
     def freeze_groups(self) -> list[dict[str, Any]]:
-        """Return copies of the param groups. The update reads these copies, because schedulers may change the live
-        groups while it runs. Values that a step itself changes, such as a count, are changed in the live groups
-        now."""
+        """Return copies of the param groups, for the update: schedulers may change the live groups while it runs. Some
+        rules change values of the groups in each step, such as a count of steps: this call makes the changes in the
+        live groups, for the step that uses the copies."""
         frozen = list(map(copied_group, self.view.groups))
         self._rule.advance_groups(self.view.groups, frozen)
         return frozen
@@ -222,8 +222,8 @@ class UpdatePipeline:
 
     def step(self, job: UpdateJob) -> None:
         """Update every sub-group that has a gradient once, and return when everything is written. If a sub-group cannot
-        be read intact, raise TransferError or CorruptionError before it changes; sub-groups updated before stay
-        updated. Any error also fails every unit update that is not complete."""
+        be read intact, raise TransferError or CorruptionError before this sub-group changes; sub-groups that were
+        updated earlier stay updated. After any error, every `UnitUpdate` that is not complete fails with this error."""
         step = _Step(job, job.queue or self._queue_all(job), self.view.layouts)
         reads_ahead = self._stages and not job.on_device
         if reads_ahead:
@@ -340,9 +340,10 @@ class UpdatePipeline:
 
     @contextmanager
     def _gradients(self, work: SubGroupWork, gradients: GradientSource) -> Iterator[list[torch.Tensor]]:
-        """Yield the gradients of each segment (the part of a unit in the sub-group), on the device that holds the
-        state. If they rest in host memory and the state is on the device, they are copied there. This uses the memory
-        planned for gradients in flight; none are in flight now."""
+        """A context manager that yields the gradients of each segment (the part of a unit in the sub-group). If the
+        state is on the device and gradients rest in host memory, it yields copies on the device, which are freed after
+        the block. The ledger counts the copies as gradients in flight: the plan has room for these, and none are in
+        flight during an update."""
         segments = work.layout.subgroup.segments
         read = work.grads or [None] * len(segments)
         grads = [gradients.part(s) if part is None else part for s, part in zip(segments, read, strict=True)]
@@ -409,9 +410,9 @@ class UpdatePipeline:
         self.view.scalars.replace(layout, scalars)
 
     def _spans(self, segment: Segment, gradients: GradientSource, scalars: PieceScalars) -> list[list[ParamPiece]]:
-        """Group the segment's pieces (parts of parameters) into lists that one `Run` can step. The pieces of a list are
-        neighbours with gradients, in one param group, and share one object of scalars: they were always stepped
-        together."""
+        """Group the segment's pieces (parts of parameters) that have gradients into lists. One `Run` steps all pieces
+        of a list. They are neighbours in one param group, and share one object of scalars, as pieces do that were
+        stepped together in every step so far. If the rule is not elementwise, each list has one piece."""
         spans: list[list[ParamPiece]] = []
         last: ParamPiece | None = None
         for piece in segment.pieces:

@@ -3,12 +3,13 @@
 [Note: Update policies]
 `barrier`: step() returns when every weight is updated, as in DeepSpeed.
 `overlapped`: step() returns after the gradient check. The update runs on its own lane in the order in which the next
-forward needs the units; a forward that uses a unit waits only for that unit's update. The last gradient to complete
-belongs to the first unit of forward, so the times that units have for their updates are nested, and this order is
-optimal. Results are exact. Without clipping and overflow check a unit's update begins in backward, as soon as its
-gradients are complete. A second backward in such a step, or reading weights or gradients before step(), would see both
-old and new values and is refused (`tiered_zero.optimizer_in_backward: false` allows them). Such a backward begins once
-every update of the last step is computed; the last writes go on, ahead of those that backward starts.
+forward needs the units; a forward that uses a unit waits only for that unit's update. This order is optimal: the
+gradients of forward's first unit complete last, and its new weights are needed first, so the time that a unit has for
+its update lies within the time that each later unit has. Results are exact. Without clipping and overflow check a
+unit's update begins in backward, as soon as its gradients are complete. A second backward in such a step, or reading
+weights or gradients before step(), would see both old and new values and is refused
+(`tiered_zero.optimizer_in_backward: false` allows them). A backward in which updates begin waits until every update of
+the last step is computed. It does not wait for the last writes, which are made before those of its own updates.
 `delayed`: ZeRO-Offload's one-step delayed parameter update (Ren et al. 2021, section 5.2). After `delay_start_step`
 exact steps the update of step i runs while forward and backward of step i+1 compute with the parameters from before
 it: theta(i+1) = update(theta(i), gradient at theta(i-1)). New 16-bit parameters go to separate back slots and
@@ -88,14 +89,15 @@ class UpdatePolicy(ABC):
             self._pipeline.wait_held()
 
     def drop(self, drain: Callable[[], None]) -> None:
-        """Drop the step: begin no more of its updates, and drop the state that was read ahead. Latches if the update is
-        partly done. `drain`: blocks until the lanes are idle; only its errors are raised."""
+        """Drop the step: begin no more of its updates, and drop the state that was read ahead. If updates of the step
+        may have begun in backward, call `latch`. `drain`: a function that blocks until the lanes are idle. Only errors
+        that `drain` raises are raised."""
         drain()
         self._cancel_prefetch()
 
     def latch(self, why: str) -> None:
         """Record that a change of weights or state was not completed: from now on `check` raises EngineFailedError with
-        the reason `why`. Every wait for an update ends."""
+        the reason `why`. Waits for a unit's unfinished update raise too."""
         self.failures.set(EngineFailedError(why))
 
     # -- in a step -----------------------------------------------------------------------------------------------------
@@ -118,8 +120,8 @@ class UpdatePolicy(ABC):
         self._end_update()
 
     def begin_backward(self) -> None:
-        """Prepare for the only backward of a step: start to read state ahead, and, if updates begin in backward, start
-        the job that `unit_ready` fills."""
+        """Prepare for a backward that is probably the last one before a `step()` that updates: start to read state
+        ahead, and, if updates begin in backward, start the job to which `unit_ready` adds units."""
         self._prefetch()
 
     def unit_ready(self, unit: Unit) -> None:
@@ -137,10 +139,11 @@ class UpdatePolicy(ABC):
         return
 
     def at_cut(self, job: Callable[[], None]) -> Transfer:
-        """Run `job` between the last update and the next one: after all writes of the last. An asynchronous save starts
-        there. The job runs on the update lane if updates run there, else at once; `finish` waits for it. Return a
-        transfer that ends with the job and carries its error. Raises ModelError while an update that began in backward
-        waits for its step(), and EngineFailedError after a failure."""
+        """Run `job` between two updates: after all writes of the last update, and before the next update. An
+        asynchronous save begins in such a job. The job runs on the update lane if updates run there, else in this call;
+        `finish` waits for it. Return a transfer that completes when the job ends, and carries the job's error. Raises
+        ModelError while an update that began in backward waits for its step(), and EngineFailedError after a
+        failure."""
         self.check_untouched("State is to be saved")
         self.check()
         cut = Completion()
@@ -467,7 +470,8 @@ class OverlappedPolicy(UpdatePolicy):
         return all(event.done() for event in self._running)
 
     def _join(self) -> None:
-        """Wait for the updates under way. Raises the first of their errors, once; later calls of `check` raise."""
+        """Wait for all jobs on the update lane, and raise the first error among them. The next call does not raise the
+        error again, but `check` raises EngineFailedError from then on."""
         if not self._running:
             return
         errors: list[Exception] = []
@@ -508,7 +512,8 @@ class OverlappedPolicy(UpdatePolicy):
 
 class DelayedPolicy(UpdatePolicy):
     """Runs updates one step late: `delayed`. Updates write to the back slots, a second set of slots for parameters.
-    `exact`: runs the first `start_step` steps; later updates use its lane too."""
+    `exact`: the policy that runs the updates of the first `start_step` steps. Later updates run on the same lane as
+    these."""
 
     def __init__(self, exact: OverlappedPolicy, start_step: int) -> None:
         super().__init__(exact._pipeline, exact.pager)

@@ -167,9 +167,9 @@ class StateView:
     invariant: a parameter's value is its master rounded to the parameter's dtype. Used on the driver thread between
     steps, and within a step on the thread that updates; access to a slot blocks.
 
-    State in torch's format, as in `torch.optim.Optimizer.state`, has no fp32 masters, except for an optimizer without
-    an engine (MASTER). If the state format is lossless, state that is moved to a plain torch optimizer and back keeps
-    its bits.
+    State in torch's format, as in `torch.optim.Optimizer.state`, leaves out the fp32 masters. Only an optimizer without
+    an engine includes them, under the key MASTER. If the state format is lossless, state that is moved to a plain torch
+    optimizer and back keeps its bits.
     """
 
     def __init__(
@@ -260,7 +260,7 @@ class StateView:
     def _leased(
         self, layout: StateLayout, read: slice, write: slice | None = None
     ) -> AbstractContextManager[torch.Tensor]:
-        """Return a context that lends the bytes of a sub-group's slot in memory; see `leased_slot`."""
+        """Return a context manager that lends the bytes of a sub-group's slot. `read`, `write`: see `leased_slot`."""
         return leased_slot(self.inventory.home(layout.subgroup, "state"), self.staging, read, write)
 
     def initialize(
@@ -489,8 +489,8 @@ class StateView:
             logger.warning("optimizer state of %d parameters that are not trained is left out", idle)
 
     def check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ModelError if `groups`, new values of the param groups, cannot be used: a step fails with them but not
-        with the present values, or they need state arrays that were not planned."""
+        """Raise ModelError if `groups`, new values of the param groups, cannot be used. They cannot if trial steps fail
+        with them and succeed with the present values, or if they need state arrays that were not planned."""
         own = self.groups
         changed = [index for index, new in enumerate(groups) if new["params"] and changes(own[index], new)]
         for index in changed:

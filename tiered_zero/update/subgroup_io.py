@@ -35,8 +35,9 @@ class ParameterSink(Protocol):
         values pass through a staging buffer. `on_device`: whether the update runs on the device."""
 
     def read(self, segment: Segment, kind: str, window: BufferView | None) -> Transfer | None:
-        """Start to copy the present values to `window`, or, if `window` is None, to the slots of `kind`. Return the
-        transfer; None if there is nothing to wait for."""
+        """Copy the segment's present parameters to where the update will write new ones: to `window`, or, if `window`
+        is None, to the slot of `kind`. Return the transfer; None if the copy is complete, or if the parameters are
+        there already."""
 
     def write(
         self, segment: Segment, kind: str, window: BufferView, after: Transfer, unit_update: UnitUpdate | None
@@ -44,8 +45,8 @@ class ParameterSink(Protocol):
         """Start to write new values from `window`, in host memory, to their home. Return (transfer, offset).
 
         `after`: the write begins when this transfer is done, because earlier work may read the old parameters.
-        `unit_update`: may lend the new values to readers until they are written; offset is then their first byte in the
-        unit, else None."""
+        `unit_update`: the update of the segment's unit; None if no reader waits for it. `offset`: if `unit_update`
+        lends the values in `window` to readers until they are written, their first byte in the unit; else None."""
 
 
 @dataclass(eq=False, repr=False)
@@ -215,8 +216,9 @@ class SubGroupIO:
                 work.reads.append(read)
 
     def bind_outputs(self, work: SubGroupWork) -> None:
-        """Set `work.outs`, the memory to which the rule writes parameters, and `work.windows`. For masters that follow
-        changes by the user, also read the present parameters. Called right before the update."""
+        """Set `work.outs`, the memory to which the rule writes parameters, and `work.windows`. If masters adopt what
+        user code has changed in the parameters (`follows_params`), also read the present parameters to `work.windows`.
+        Called right before the update."""
         work.outs, work.windows = [], []
         for segment, view, window in self._places(work):
             if view is None and work.on_device:
