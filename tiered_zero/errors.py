@@ -2,7 +2,8 @@
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Let Python print `text` below the traceback of `error`, once. Does nothing on Python 3.10, which has no notes."""
+    """Let Python print `text` below the traceback of `error`. A second call with the same text adds nothing. Does
+    nothing on Python 3.10, which has no notes."""
     if hasattr(error, "add_note") and text not in getattr(error, "__notes__", ()):
         error.add_note(text)
 

@@ -147,8 +147,8 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], *, reentrant: bool
 
 
 def _saving(settings: _Settings) -> AbstractContextManager[Any]:
-    """Return the context for a checkpoint: it keeps the saved inputs in host memory if `settings` ask for this and no
-    engine moves them; else it does nothing."""
+    """Return the context manager in which a checkpoint runs. It keeps the saved inputs in host memory if `settings` ask
+    for this and no engine moves them; else it does nothing."""
     in_cpu = settings.checkpoint_in_cpu and torch.is_grad_enabled() and not moves_saved_tensors()
     return save_on_cpu() if in_cpu else nullcontext()
 

@@ -303,7 +303,8 @@ class TierStateOptimizer(Optimizer):
 
 
 def replace_values(groups: list[dict[str, Any]], values: list[dict[str, Any]]) -> None:
-    """Replace the contents of each param group, in place, by the contents of its counterpart in `values`."""
+    """Replace the contents of each param group, in place, by the contents of the group at the same index in
+    `values`."""
     for group, new in zip(groups, values, strict=True):
         group.clear()
         group.update(new)
@@ -577,8 +578,9 @@ _REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_
 
 
 def _redirect(source: Optimizer, handle: TieredOptimizer, at_end: Callable[[Callable[[], None]], None]) -> None:
-    """Replace the methods of `source`, the user's own optimizer, by calls of `handle`, which is held by a weak
-    reference. `at_end(act)`: registers the function that undoes this."""
+    """Replace methods of `source`, the user's own optimizer: step, zero_grad, state_dict, load_state_dict and
+    add_param_group then call those of `handle`, which is held by a weak reference. `at_end(act)`: registers the
+    function that undoes this."""
     owner = weakref.ref(handle)
     before = {name: vars(source)[name] for name in _REDIRECTED if name in vars(source)}
     redirects = {name: MethodType(_redirected(name, owner), source) for name in _REDIRECTED}

@@ -243,8 +243,8 @@ class UpdatePipeline:
             self._prefetcher.end_step()
 
     def _begin(self, step: _Step) -> None:
-        """Begin to read ready sub-groups: first the prefetched ones, then others in order while buffers are free. If
-        nothing has to be read, begin only one sub-group, because a shallower one may become ready in backward."""
+        """Begin to read ready sub-groups: first the prefetched ones, then others in order as long as buffers are free.
+        If nothing has to be read, begin only one sub-group, because a shallower one may become ready in backward."""
         step.count_skipped(step.queue.take_skipped())
         if self._reads:
             for prefetched in map(self._prefetcher.take, step.queue.take_among(self._prefetcher.subgroups)):
@@ -491,7 +491,7 @@ class Prefetcher:
     forward, and the beginning of backward, which completes no gradient yet. Code that changes state between two steps
     calls `cancel` first.
 
-    `open_nowait(layout, param_kind)`: starts the reads of a sub-group; returns None while no buffer is free. Used by
+    `open_nowait(layout, param_kind)`: starts the reads of a sub-group; returns None if no buffer is free. Used by
     one thread at a time: the one that updates, and between steps the driver.
     """
 
@@ -518,8 +518,8 @@ class Prefetcher:
         return self._works.keys()
 
     def read(self) -> None:
-        """Start to read the next expected sub-groups while more than one buffer is free. If a read cannot start, stop:
-        the step that needs the sub-group reads it again and raises the error."""
+        """Start to read the next expected sub-groups, as long as more than one buffer is free. If a read cannot start,
+        stop: the step that needs the sub-group reads it again and raises the error."""
         with suppress(TieredZeroError):
             while self._io.num_free > 1 and (layout := self._next()) is not None:
                 if (work := self._open_nowait(layout, self._param_kind)) is None:

@@ -63,7 +63,7 @@ class UpdatePolicy(ABC):
     @abstractmethod
     def prepare(self) -> None:
         """Prepare a step: finish the updates under way, and block compute from using weights that are about to change.
-        If this raises, or if `drop` follows, the step has changed no weight."""
+        If this raises, or if `drop` follows, no weight has changed, except by updates that began in backward."""
 
     @abstractmethod
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
@@ -156,7 +156,8 @@ class UpdatePolicy(ABC):
         act()
 
     def _cancel_prefetch(self) -> None:
-        """Drop the state that was read ahead. Do nothing while an update runs, which reads ahead itself."""
+        """Drop the state that was read ahead. If an update runs, do nothing: it uses this state, and reads ahead
+        itself."""
         if self._is_idle():
             self._pipeline.cancel_prefetch()
 

@@ -432,8 +432,8 @@ class StateView:
 
     def _joined(self, param: ParamSpec, own: torch.Tensor | None, form: Sequence[Any], rank: int) -> Any:
         """Return one value of a parameter's state, joined from all ranks. `own`: this rank's part of an array; None if
-        it has none. `form`: the value's description, made by `_described` on rank `rank`. If the rule is not
-        elementwise, this rank holds the whole array."""
+        it has none. `form`: the value's description, made by `_described` on rank number `rank`. If the rule is not
+        elementwise, that rank holds the whole array, and the others copy it."""
         kind, value, *rest = form
         if kind != "array":
             return value if kind == "value" else torch.tensor(value, dtype=getattr(torch, kind))
