@@ -135,7 +135,8 @@ class Checkpoints:
             tag.discard()  # does nothing if it was published
 
     def _write(self, tag: TagWriter, capture: Capture, ready: Transfer) -> None:
-        """Write this rank's share of the tag; then, on rank 0, publish the shares of all ranks."""
+        """Write this rank's share of the tag from `capture`. Then, on rank 0, publish the shares of all ranks. `ready`:
+        see `Capture.write`."""
         is_first = self._ranks.rank == 0
 
         def write() -> Share:
@@ -200,7 +201,8 @@ class Checkpoints:
         values are loaded.
 
         `parts`: what to load. `strict`: see `match`. `place`: a function that puts the model on its tiers; called after
-        the checks. Raises ModelError, ConfigError, StoreError, CorruptionError and TransferError."""
+        the checks. None: the model is on its tiers already. Raises ModelError, ConfigError, StoreError, CorruptionError
+        and TransferError."""
         with ExitStack() as opened:
             checked: list[tuple[TensorReader, Matched, dict[str, Any]]] = []
 
@@ -221,7 +223,7 @@ class Checkpoints:
     @hold_interrupts()
     def _overwrite(self, path: Path, read: Callable[[], None]) -> None:
         """Call `read`, which replaces the run's state by the checked values. If it raises, some values are new and some
-        old: latch the engine."""
+        old: latch the engine. `path`: the checkpoint, for the message."""
         try:
             agree(self._ranks, f"{_LOAD}: its values", read)
             self._weights.end_update()
@@ -237,7 +239,7 @@ class Checkpoints:
 
     def _check(self, manifest: TagManifest, parts: LoadParts, strict: bool = True) -> tuple[Matched, dict[str, Any]]:
         """Check everything in a checkpoint except the values. Return the keys from which the run's values are loaded,
-        and the state for `DriverState.restore`."""
+        and the state for `DriverState.restore`. `parts`, `strict`: see `load`."""
         with_state = parts.optimizer_states and not parts.module_only and self._driver.optimizer is not None
         matched = match(self._state, manifest, strict=strict, with_state=with_state, convert=self._convert)
         driver = self._driver.check(manifest.driver, parts, self._ranks)
@@ -277,8 +279,8 @@ class Checkpoints:
 
 def check_async(config: Config, plan: Plan) -> None:
     """Check that saves during training (checkpoint.async) are safe with this placement. Raises ConfigError if optimizer
-    state, or parameters that are half of their masters, are on nvme: the next update would overwrite bytes that the
-    save has not read yet."""
+    state, or parameters that are half of their masters (state_format bf16_remainder), are on nvme: the next update
+    would overwrite bytes that the save has not read yet."""
     settings = config.tiered_zero
     if not settings.checkpoint.async_save or settings.checkpoint.in_place:
         return
@@ -365,7 +367,8 @@ def find_together(
     prepare: Callable[[], None] = lambda: None,
 ) -> FoundCheckpoint | None:
     """Call `prepare` on every rank, then `find` on rank 0. Return the checkpoint that `find` has found, or None, on
-    every rank. A path below rank 0's `directory` becomes the same path below each rank's own `directory`."""
+    every rank. `directory` may differ between ranks: a path of the result that lies below rank 0's `directory` is
+    replaced by the same place below each rank's own."""
 
     def act() -> FoundCheckpoint | None:
         prepare()
@@ -394,7 +397,7 @@ def _below(path: Path, base: Path) -> str:
 
 def _check_together(ranks: Collectives, check: Callable[[], TagManifest]) -> None:
     """Call `check` on every rank, and compare the manifests that it returns. Raises what `check` raises, and StoreError
-    if ranks differ in tag, step or time."""
+    if ranks differ in the tag, its step or the time at which it was written."""
 
     def facts(manifest: TagManifest) -> Any:
         return [manifest.tag, manifest.step, manifest.written_by.created_s]

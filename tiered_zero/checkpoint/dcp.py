@@ -1,8 +1,8 @@
 """Read tags with PyTorch's Distributed Checkpoint (DCP), for programs without an engine:
 `torch.distributed.checkpoint.load(..., storage_reader=DcpReader(tag))`. Nothing in this package imports this file.
 
-Each tensor is one chunk. To load an item (a part of a tensor), everything from its first to its last element is read.
-If tensors are cut by rows, as FSDP cuts them, that is the item alone."""
+DCP sees each tensor as one chunk. To load an item (a part of a tensor), the reader reads all elements from the item's
+first to its last. If tensors are cut by rows, as FSDP cuts them, these are the item's own elements and no others."""
 
 from __future__ import annotations
 

@@ -128,10 +128,10 @@ def read_client_state(saved: Any) -> dict[str, Any]:
 class LoadParts:
     """The parts that a load restores: the arguments of DeepSpeed's `load_checkpoint`, with its defaults.
 
-    `module_only`: load weights alone. `optimizer_states`: False keeps this run's optimizer state, learning rates and
-    loss scale. `lr_scheduler_states`: False keeps this run's schedule. Counts, random states and the position in the
-    training data are restored except with `module_only`. Source: DeepSpeed 0.19.8, runtime/engine.py,
-    _load_checkpoint."""
+    `module_only`: restore only weights and the modules' extra state. `optimizer_states`: False keeps this run's
+    optimizer state, learning rates and loss scale. `lr_scheduler_states`: False keeps this run's schedule. Counts,
+    random states and the position in the training data are restored except with `module_only`. Source: DeepSpeed
+    0.19.8, runtime/engine.py, _load_checkpoint."""
 
     optimizer_states: bool = True
     lr_scheduler_states: bool = True
@@ -157,8 +157,9 @@ class DriverState:
     module: nn.Module | None = None
 
     def capture(self, client_state: Mapping[str, Any] | None) -> State:
-        """Return a copy of the driver state as it is now, encoded by `to_json`. `client_state`: the user's values.
-        Raises ModelError for a value that cannot be saved, with its path, and for a scheduler without state_dict()."""
+        """Return a copy of the driver state as it is now, encoded by `to_json`. `client_state`: the user's values;
+        None: there are none. Raises ModelError for a value that cannot be saved, with its path, and for a scheduler
+        without state_dict()."""
         if client_state is not None and not isinstance(client_state, Mapping):
             raise ModelError(f"client_state was expected as a dict; found {type(client_state).__name__}.")
         overflow_counts, scaler = self.overflow.state()
@@ -179,8 +180,9 @@ class DriverState:
 
     def check(self, saved: Any, parts: LoadParts = EVERYTHING, ranks: Collectives | None = None) -> State:
         """Decode and check a saved driver state, and return the state that `restore` takes, with this rank's own parts.
-        Changes nothing. `saved`: comes from a file and may be hostile. Raises StoreError for what `capture` never
-        returns, and ModelError for a state that does not fit this run."""
+        Changes nothing. `saved`: the driver state as it was read from a file; it may be hostile. `parts`: what the load
+        will restore. `ranks`: None: the run has one rank. Raises StoreError for what `capture` never returns, and
+        ModelError for a state that does not fit this run."""
         state = _decode_state(saved)
         num_ranks = _select_rank(state, ranks or SingleRank())
         if parts.module_only:
@@ -366,8 +368,9 @@ def _loadable(scheduler: Any, state: Any) -> Any:
 
 
 def _with_inner(scheduler: Any, state: Any = None) -> list[tuple[Any, Any]]:
-    """Return a scheduler and the schedulers in its sequence or chain, each with its part of `state`. Raises ValueError
-    if `state` has more or fewer parts than there are schedulers, because torch would leave some as they are."""
+    """Return a scheduler and the schedulers in its sequence or chain, each with its part of `state`. `state`: the saved
+    state of `scheduler`; None: each part is None. Raises ValueError if `state` has more or fewer parts than there are
+    schedulers, because torch would leave some as they are."""
     inner = getattr(scheduler, "_schedulers", ())
     states = state.get("_schedulers") if isinstance(state, dict) and inner else None
     if isinstance(states, list) and len(states) != len(inner):

@@ -1,10 +1,10 @@
 """Commit a run's state in the swap files where it lies, without a copy; adopt such a commit in the next run.
 
 [Note: In-place commits] A store is a set of swap files with a manifest, the durable table of its records
-(record/__init__.py). A commit writes a new manifest, whose metadata holds the checkpoint's manifest (`TagManifest`).
-The newest manifest of the store with the optimizer state counts. A tag in a save directory only points to that store,
-and is written later. Steps after a commit write to other extents (ranges of the swap files). A commit of step N, after
-one of an earlier step M:
+(record/__init__.py). A commit writes a new manifest, whose metadata holds the checkpoint's manifest (`TagManifest`). A
+load takes the newest manifest of the store with the optimizer state. A tag in a save directory only points to that
+store, and gets its name later. Steps after a commit write to other extents (ranges of the swap files). A commit of step
+N, after one of an earlier step M:
 
     1  updates have written only slots that manifest M does not name; now they may not write
     2  sync the data files, write and sync `manifest.next`; meanwhile write and sync the tag under a temporary name
@@ -12,7 +12,7 @@ one of an earlier step M:
     4  updates may write the slots that manifest N does not name
     5  rename the tag and `latest`, sync the save directory, remove a tag that was replaced
 
-A crash may leave any part of the unsynced data on the disk, with its pages in any order:
+After a crash the disk may hold any of the pages that were not synced, and may lack any:
 
     in 1, 2     `manifest` is M's, and nothing that it names was overwritten: M is loaded. The next run removes
                 `manifest.next`, whole or torn, and the next save removes temporary names
@@ -21,13 +21,14 @@ A crash may leave any part of the unsynced data on the disk, with its pages in a
     in 4, 5     manifest N is durable, and nothing that it names was overwritten: N is loaded. If the new tag or the new
                 `latest` is lost, the old one leads to N: a tag of M by the run's id, a `latest` without its tag by the
                 newest pointer
-    the first   there is no M: nothing can be loaded until 3, N afterwards; the save directory leads to it from 5 on
+    without M   (N is the first commit) nothing can be loaded before 3, N afterwards; the save directory leads to N from
+                5 on
 
-A commit has several stores if there are many ranks, or if parameters that are half of their masters have their own
-store. In 2, all manifests become durable (`prepare`). In 3, the store with rank 0's state is renamed first, which
-decides the commit, then the others. A load takes from the others the manifest with the decided commit's id, in
-`manifest` or `manifest.next` (the step is not enough: two commits may have the same). Rank 0's metadata lists what all
-ranks have committed; the metadata of the others names the store that decides.
+A commit has several stores if there are many ranks, or if parameters that are half of their masters (state_format
+bf16_remainder) have their own store. In 2, all manifests become durable (`prepare`). In 3, the manifest with rank 0's
+state is renamed first, which decides the commit; then the others are renamed. A load takes from the others the manifest
+with the decided commit's id, in `manifest` or `manifest.next` (the step is not enough: two commits may have the same).
+Rank 0's metadata lists what all ranks have committed; the metadata of the others names the store that decides.
 
 A run that adopts a commit takes over the last run's swap directory and copies nothing. If its layout differs, it loads
 the commit into its own homes, as `load_checkpoint` does, and the old files stay as they are."""
@@ -166,9 +167,10 @@ class Commits:
 
     @hold_interrupts()
     def _commit(self, manifest: TagManifest, shares: Sequence[Share], tag: TagWriter, pointer: Transfer) -> None:
-        """Make the state durable on every rank, let rank 0 decide, let updates write again, and give the tag its name.
-        `pointer`: completes when the tag is prepared. Raises UntaggedCommitError if the new commit counts and has no
-        tag. Raises StoreError otherwise; its text says which commit counts, or that this is unknown."""
+        """Commit the state: make it durable on every rank, let rank 0 decide, let updates write again. Then give the
+        tag its name. `pointer`: completes when `TagWriter.prepare` has written the tag's files. Raises
+        UntaggedCommitError if the state is committed and its tag is not durable. Raises another StoreError if the
+        commit failed, or if it is unknown whether it is durable."""
         is_first = self._ranks.rank == 0
         if len(self.run_ids) == 1:  # no other store depends on it: it may drop a prepared state
             self._stores[0].commit(manifest.step, _metadata(manifest, shares))
@@ -220,8 +222,8 @@ class Commits:
             store.cancel_prepared()
 
     def decide(self) -> None:
-        """On rank 0, commit the state that all ranks have prepared: from now on it counts. If this raises StoreError,
-        it is unknown which commit counts."""
+        """On rank 0, commit the state that all ranks have prepared: from now on a load takes this commit. If this
+        raises StoreError, it is unknown whether the commit is durable."""
         self._stores[0].confirm()
 
     def confirm(self) -> None:
@@ -343,9 +345,9 @@ def _packed(buffers: Iterable[tuple[str, torch.Tensor]], nbytes: int) -> torch.T
 @final
 @dataclass(frozen=True, kw_only=True)
 class Adoption:
-    """An in-place commit that a run adopts: the run goes on in the commit's swap files. `directories`: swap paths of
-    the config -> this rank's files there. `paths`: the swap directories of all ranks. `manifest`: the commit's
-    manifest. `initialized`: indices of this rank's sub-groups that have state."""
+    """An in-place commit that a run adopts: the run goes on in the commit's swap files. `directories`: the config's
+    swap paths of a store -> the committed state from which this rank's store resumes. `paths`: the swap directories of
+    all ranks. `manifest`: the commit's manifest. `initialized`: indices of this rank's sub-groups that have state."""
 
     found: FoundCheckpoint
     directories: Mapping[tuple[str, ...], AdoptedStore]
@@ -362,9 +364,10 @@ def adopt(
     slots: Sequence[PlannedSlot],
     layouts: list[StateLayout],
 ) -> Adoption | None:
-    """Adopt an in-place commit if every rank lays out its bytes as at the commit. Return None if `found` is no in-place
-    commit. If the commit must be loaded instead, log the reason as a warning and return None. Collective: every rank
-    calls this. Raises StoreError if the commit is damaged or its owner is alive."""
+    """Adopt an in-place commit if this run commits in place too, and every rank lays out its bytes as at the commit.
+    Return None if `found` is no in-place commit. If the commit must be loaded instead, log the reason as a warning and
+    return None. `slots`, `layouts`: this rank's planned slots, and the state layouts of its sub-groups. Collective:
+    every rank calls this. Raises StoreError if the commit is damaged or its owner is alive."""
     if found.swap is None:
         return None
     swap = found.swap

@@ -130,8 +130,8 @@ class Part(NamedTuple):
 
 class RecordName(NamedTuple):
     """The record `name` in store number `store` (a store: one set of data files). The stores of all ranks are numbered
-    in rank order. In a commit each rank has the store of the state and, if it is another one, that of the
-    parameters."""
+    in rank order. In a full save each rank has one store. In a commit it has the store of the state, then that of the
+    parameters if this is another one. In a share, 0 is the rank's first store."""
 
     store: Count
     name: str
@@ -222,10 +222,10 @@ class WrittenBy(StrictModel):
 
 @final
 class TagManifest(JsonFile):
-    """The manifest of a checkpoint. `scalars` (by parameter name), `driver`: JSON from `driver.to_json`, checked when
-    it is decoded. `stores`: the contents of a full save's data files, one for each rank. `aliases`: another name of a
-    parameter or buffer in the model's state_dict -> the name used here. `swap`: where the commit is; set in a tag that
-    points to an in-place commit."""
+    """The manifest of a checkpoint. `scalars` (by parameter name) and `driver` (the driver state): values encoded by
+    `to_json` of driver.py, checked when they are decoded. `stores`: the contents of a full save's data files, one for
+    each rank. `aliases`: another name of a parameter or buffer in the model's state_dict -> the name used here. `swap`:
+    where the commit is; set in a tag that points to an in-place commit."""
 
     format_name = "tiered_zero.checkpoint"
 
@@ -302,7 +302,8 @@ class Share(StrictModel):
     `tensors`: the tensors that it saves, each with this rank's parts only. `records`: the records of these parts;
     `Source.record` is a position in this list. `scalars`: the scalars of this rank's parameters, as in the manifest.
     `driver`: the rank's own part of `DriverState.capture`. `stores`: the data file that it has written in a full save.
-    `rank`, `commit_id`: set in an in-place commit; rank 0's id counts."""
+    `rank`: the rank's part of an in-place commit; None in a full save. `commit_id`: the id that this rank proposes for
+    that commit (rank 0's is used); "" in a full save."""
 
     tensors: dict[str, TensorEntry]
     records: list[RecordName]
@@ -402,8 +403,9 @@ class RunState:
         return home is not None and home.slot.nbytes < unit.nbytes
 
     def saved_units(self, with_frozen: bool = True) -> list[Unit]:
-        """Return the units without masters that this rank saves, whole or its shard. A unit that every rank has whole
-        is saved by one rank. `with_frozen`: include frozen units."""
+        """Return the units that this rank saves and no update writes. If ranks have shards of a unit, each saves its
+        own. A unit that every rank has whole is saved by one rank. `with_frozen`: False leaves out frozen units; what
+        remains are trainable parameters in no param group."""
         return [
             unit
             for unit in self.units
@@ -544,9 +546,9 @@ Place = tuple[RecordName, int]
 
 class RecordPlaces(NamedTuple):
     """Names the records that a save writes. `state`: returns the record of a sub-group's slot. `params`: returns the
-    place of a segment's parameters, if they are half of its masters. `unit`: returns the record of a unit that no
-    update writes; it holds this rank's elements. `buffers`: the record of all buffers, laid out by `pack`; None if this
-    rank saves none."""
+    place of a segment's parameters; called only if they are half of its masters (state_format bf16_remainder). `unit`:
+    returns the record of a unit that no update writes; it holds this rank's elements. `buffers`: the record of all
+    buffers, laid out by `pack`; None if this rank saves none."""
 
     state: Callable[[StateLayout], RecordName]
     params: Callable[[StateLayout, Segment], Place]

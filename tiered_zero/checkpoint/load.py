@@ -368,8 +368,9 @@ class TensorReader:
 def _take(
     into: torch.Tensor, read_dtype: torch.dtype, dtype: torch.dtype, form: str, at: int, memory: memoryview
 ) -> None:
-    """Copy the elements in `memory` to their place in `into`, rounded to `dtype`, and without signs for the form
-    "magnitude". `at`: the bytes of the request that come before `memory`."""
+    """Convert the elements in `memory` from `read_dtype` to `dtype`, and copy them to their place in `into`, which
+    takes all elements of one request. For the form "magnitude" drop their signs. `at`: the bytes of the request that
+    come before `memory`."""
     values = torch.frombuffer(memory, dtype=read_dtype).to(dtype)
     own = into[at // read_dtype.itemsize :][: values.numel()]
     copy_values(own, values)
@@ -527,9 +528,10 @@ class StateLoader:
     def _masters(
         self, layout: StateLayout, work: SubGroupWork, keeps: bool, filled: Sequence[tuple[int, int]]
     ) -> torch.Tensor:
-        """Return memory for a sub-group's masters, [numel] fp32: the slot itself or, if masters are stored as
-        remainders, an array of its own. `filled`: the ranges of parameters; other elements of the slot are set to zero.
-        `keeps`: fill the array with the present values, for parameters that the checkpoint lacks; False: with zeros."""
+        """Return memory for a sub-group's masters, [numel] fp32. It is the slot itself, with zeros outside of `filled`,
+        the ranges of parameters. If masters are stored as remainders, it is an array of its own: with `keeps` it holds
+        the present masters, else zeros. `keeps`: whether a parameter of the sub-group keeps its value, because the
+        checkpoint lacks it."""
         numel, device = layout.subgroup.numel, work.raw.device
         if not layout.masters.needs_params:
             masters = layout.master(work.raw)

@@ -69,8 +69,9 @@ class Capture:
 
     `fields`: fields of the manifest. `needed_nbytes`: the most bytes of data that this rank will write. `buffers`:
     copies of the model's buffers, by name. `params`: unit index -> a copy of a unit that lives on the device.
-    `may_return`: whether everything that a script may change is copied. `with_frozen`: save frozen parameters too.
-    `save_latest`: write the tag's name to the file `latest`."""
+    `may_return`: whether everything that a script may change is copied, so that an asynchronous save may return before
+    it is written. `with_frozen`: save frozen parameters too. `save_latest`: write the tag's name to the file
+    `latest`."""
 
     fields: Mapping[str, Any]
     needed_nbytes: int
@@ -136,7 +137,7 @@ class Capture:
 @final
 class AsyncSave:
     """Writes saves during training, one at a time. Called on the driver thread. Holds no reference to the engine: the
-    end of the run waits for the save and so holds this object, which must not keep the engine alive."""
+    run's list of what to close holds `wait`, and with it this object, which must not keep the engine alive."""
 
     def __init__(self) -> None:
         self.tag: TagWriter | None = None

@@ -125,7 +125,8 @@ class Commit(StrictModel):
 
 @contextmanager
 def refused(path: Path) -> Iterator[None]:
-    """If the block raises ValueError, raise a StoreError which says that `path` holds no commit of a run."""
+    """Return a context manager. If its block raises ValueError, it raises a StoreError which says that `path` holds no
+    commit of a run."""
     try:
         yield
     except ValueError as error:
@@ -201,9 +202,9 @@ class TagInfo:
     """What `look_at` finds out about one tag. `complete`: whether it can be loaded. `reason`: why not, or "". `nbytes`:
     bytes of the disk blocks that it takes. `is_foreign`: it is another program's checkpoint.
 
-    `step`, `kind`, `written_by`, `created_s` (seconds since the epoch): None, "" and 0.0 without a manifest. For an
-    in-place commit, `run_id`, `commit_id`: the ids of its run and of the commit; `swap`: the directory that holds the
-    run's newest commit, if it is there; `held_id`: the id of that newest commit."""
+    `step`, `kind`, `written_by`, `created_s` (seconds since the epoch): from the manifest; None, "", None and 0.0
+    without one. For an in-place commit, `run_id`, `commit_id`: the ids of its run and of the commit; `swap`, `held_id`:
+    the directory of the run's newest commit and that commit's id; None if it is not found."""
 
     tag: str
     path: Path

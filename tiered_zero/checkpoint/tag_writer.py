@@ -1,7 +1,7 @@
 """Change a save directory under one lock: begin a tag (one saved checkpoint), publish it, remove it.
 
-A tag is written into a temporary directory, which gets the tag's name once all of it is durable: until that rename the
-last checkpoint counts, afterwards the new one.
+A tag is written into a temporary directory, which gets the tag's name once all of it is durable: until that rename a
+load takes the last checkpoint, afterwards the new one.
 
 [Note: replacing a tag] rename(2) does not replace a directory that has files. If the system can exchange two names
 (Linux, on all local file systems), the new and the old directory exchange theirs, and the tag always exists. Otherwise
@@ -153,8 +153,8 @@ class SaveDirectory:
 
     def rename(self, name: str, tag: str) -> str | None:
         """Rename the directory `name` to `tag`. Return the new name of the tag that it replaces; None if there was
-        none. `finish` makes the rename durable. If this raises OSError, the old tag still counts, possibly under a
-        hidden name."""
+        none. `finish` makes the rename durable. If this raises OSError, the old tag can still be loaded, possibly from
+        a hidden name."""
         try:
             os.stat(tag, dir_fd=self.fd, follow_symlinks=False)
         except FileNotFoundError:
@@ -361,7 +361,7 @@ class TagWriter:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Discard the tag if the block raises."""
+        """Return a context manager that discards the tag if its block raises."""
         try:
             yield
         except BaseException as error:

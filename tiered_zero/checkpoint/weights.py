@@ -217,10 +217,11 @@ def write_weights(
     """Write weights to the file `file_name`, or to numbered files of at most `max_shard_nbytes` with their index.
     Return the paths, the index last.
 
-    All files are written to a hidden directory and synced before the first is renamed. A single file replaces a single
-    earlier one at once. Otherwise earlier weights of this name are removed before the first rename: until the last
-    rename a reader finds no weights, and never a mixture. A tensor larger than `max_shard_nbytes` gets a file of its
-    own. `replaces`: False refuses to replace another model's weights. Raises StoreError."""
+    All files are written to a hidden directory and synced before the first is renamed. If the earlier and the new
+    weights are one file each, one rename replaces them. Otherwise earlier weights of this name are removed before the
+    first rename: until the last rename a reader finds no weights, and never a mixture. A tensor larger than
+    `max_shard_nbytes` gets a file of its own. `replaces`: False refuses to replace another model's weights. Raises
+    StoreError."""
     stem = file_name.removesuffix(".safetensors")
     shards = _split(tensors, max_shard_nbytes)
     names = [f"{stem}-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
@@ -361,9 +362,10 @@ def _publish(directory: Path, temporary: Path, names: Sequence[str], stem: str) 
 def write_together(
     ranks: Collectives, tensors: Sequence[WeightTensor], write: Callable[[Sequence[WeightTensor]], None]
 ) -> None:
-    """Call `write` on rank 0 with tensors that are split over ranks. All ranks read each tensor, in the order of
-    `tensors`. An error of `write` is raised on all ranks once every tensor is read, and the run goes on. A failed read
-    ends the run: this rank raises its error, and the others, which wait in that tensor's gather, raise RankError."""
+    """Call `write` on rank 0 with tensors whose elements are split over ranks. All ranks read each tensor, in the order
+    of `tensors`. An error of `write` is raised on all ranks once every tensor is read, and the run goes on. A failed
+    read ends the run: this rank raises its error, and the others, which wait in that tensor's gather, raise
+    RankError."""
     begun: list[WeightTensor] = []
     failed: list[Exception] = []
 

@@ -101,8 +101,8 @@ def verify_command(directory: Path, as_json: bool) -> None:
 
 
 def _echo_reasons(reasons: Iterable[tuple[str, str]]) -> None:
-    """Print the reason of each tag. Consecutive tags with the same reason, such as those of commits in place, share one
-    line. `reasons`: pairs (tag, reason)."""
+    """Print for each tag why it cannot be loaded, or what is damaged in it. Consecutive tags with the same text, such
+    as those of in-place commits, share one line. `reasons`: pairs (tag, text)."""
     for reason, own in groupby(reasons, key=lambda item: item[1]):
         click.echo(printable(f"{_span([tag for tag, _ in own])}: {reason}"))
 

@@ -258,7 +258,8 @@ def _with_checkpoints(model: nn.Module) -> nn.Module:
 
 
 class _PlannedRanks:
-    """Replaces the collectives of rank 0 in a run that is only planned: each other rank answers what rank 0 sends."""
+    """Replaces the collectives of rank 0 in a run that is only planned: `exchange` returns rank 0's own data for every
+    rank."""
 
     rank = 0
 

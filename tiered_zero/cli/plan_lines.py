@@ -139,8 +139,8 @@ def estimate_lines(
     """Return (lines, problem). The lines say how many bytes the activations of a micro-batch take in addition to the
     plan. The problem is a sentence if they do not fit and `is_given` is true; else "".
 
-    `is_given`: whether the user has given the length of a sample. `device_nbytes`: the size of the device's memory;
-    None: not known.
+    `estimate`: None: the activations cannot be estimated, and the line says so. `is_given`: whether the user has given
+    the length of a sample. `device_nbytes`: the size of the device's memory; None: not known.
     """
     if estimate is None:
         return [_NO_ESTIMATE], ""

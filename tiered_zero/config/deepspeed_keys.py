@@ -112,7 +112,8 @@ def _no_effect(section: str, why: str, *, quiet: bool = False, **defaults: Any) 
 
 
 def _satisfied(section: str, why: str, **defaults: Any) -> list[Key]:
-    """Return keys without effect that log no notice, because what they ask for is always done."""
+    """Return keys without effect that log no notice, because what they ask for is always done. `section`: the path of
+    their section, with a dot at its end. `defaults`: the name of each key -> DeepSpeed's value if it is absent."""
     return _no_effect(section, why, quiet=True, **defaults)
 
 
@@ -342,7 +343,8 @@ class Reading:
     """Further lines to log, such as values that were rounded."""
 
     def written_as(self, path: str) -> str:
-        """Return the path by which the file writes `path`, or a section around it, if it was renamed; else ""."""
+        """Return the old name under which the file has `path`, or a section around `path`; "" if neither was
+        renamed."""
         return next((old for new, old in self.renamed.items() if path == new or path.startswith(f"{new}.")), "")
 
 

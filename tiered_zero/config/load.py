@@ -49,8 +49,8 @@ def load(
     """Read a config and return it validated. Raises ConfigError.
 
     `config`: a dict, or the path of a JSON file; None: the file that `args.deepspeed_config` names. `world_size`: the
-    number of data-parallel ranks, with which missing batch sizes are computed. `to_train`: False: allow values "auto"
-    that a trainer fills later; without a batch size the micro-batch is then one sample. Reads no other file."""
+    number of data-parallel ranks, with which missing batch sizes are computed. `to_train`: False allows values "auto",
+    which a trainer fills in later; without a batch size the micro-batch is then one sample. Reads no other file."""
     named = getattr(args, "deepspeed_config", None)
     if (config is None) == (named is None):
         found = "neither" if config is None else f"both ({named} in args)"
@@ -402,7 +402,7 @@ def _describe(error: ValidationError) -> str:
 
 
 def _expected(problem: Mapping[str, Any]) -> str:
-    """Return what pydantic, or a validator of ours, expected."""
+    """Return what was expected, as text. `problem`: an error from pydantic, or from a validator of ours."""
     text: str = problem["msg"]
     return text.removeprefix("Value error, ").replace("Input should be", "expected")
 

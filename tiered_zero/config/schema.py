@@ -564,7 +564,7 @@ class Config(Section):
 
     def filled_in(self, settings: Mapping[str, Any]) -> Config:
         """Return a copy of this config in which `settings` (path -> value) fill the keys that the file leaves out. Its
-        placement is `as_written`. Raises ValidationError if `settings` contradict a key of the file."""
+        `tiered_zero.placement` is "as_written". Raises ValidationError if `settings` contradict a key of the file."""
         values = self.model_dump(by_alias=True, exclude_unset=True)
         for path, value in settings.items():
             *sections, name = path.split(".")

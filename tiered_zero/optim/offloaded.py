@@ -113,8 +113,9 @@ class OffloadedOptimizer(TierStateOptimizer):
     ) -> float | None:
         """Update every parameter that has a gradient, wait until all are written, and return the closure's result.
 
-        `on_written`: called on this thread with each parameter, in the order of the groups, when its value is final. A
-        parameter without a gradient keeps its value. Later parameters may still be updated during the call.
+        `on_written`: a function that is called on this thread with each parameter, in the order of the groups, once its
+        value is final. It is also called for a parameter without a gradient, which keeps its value. Later parameters
+        may still be updated while the function runs.
         """
         loss = None
         if closure is not None:
@@ -211,8 +212,7 @@ class OffloadedOptimizer(TierStateOptimizer):
 
     @property
     def awaits_files(self) -> bool:
-        """Whether `load_state()` still has to read the files of a state dict from `save_state_dict()` that was
-        loaded."""
+        """Whether a state dict from `save_state_dict()` was loaded, and `load_state()` has not read its files yet."""
         return self._awaited_key is not None
 
     def state_dict(self) -> dict[str, Any]:

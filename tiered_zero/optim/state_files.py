@@ -198,8 +198,8 @@ class StateFiles(Mapping[nn.Parameter, ParamState]):
 
 
 def _rebuild(described: Any, prefix: str, read: Callable[[str, str, Sequence[int]], Tensor]) -> Any:
-    """Rebuild a value from its description. `read`: reads one tensor by its name, which is `prefix`, "/" and the
-    tensor's number."""
+    """Rebuild a value from its description. `described`: the result of `describe`. `read`: reads one tensor by its
+    name, which is `prefix`, "/" and the tensor's number."""
     num_read = 0
 
     def read_next(dtype: str, shape: Sequence[int]) -> Tensor:

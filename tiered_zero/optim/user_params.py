@@ -31,8 +31,8 @@ class UserParameters(GradientSource):
     them.
 
     `params`: the tensors, in the order of the groups. `specs`: their descriptions, in the same order. fp32 parameters
-    in host memory are stepped in place. Used by the thread that calls `step()`, on the stream of the backward: reads
-    come after the gradients. Copies to a device run on the lane "write_back".
+    in host memory are stepped in place. Used by the thread that calls `step()`, on the stream on which backward ran: so
+    gradients are read after they are computed. Copies to a device run on the lane "write_back".
     """
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:

@@ -135,8 +135,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # -- groups --------------------------------------------------------------------------------------------------------
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
-        """Return the param groups of each rank: all groups with their present values, and the parameters that this rank
-        steps."""
+        """Return for each rank its param groups: all groups with their present values, each with only the parameters
+        that the rank steps."""
         return _partition_groups(self.param_groups, self.world_size)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

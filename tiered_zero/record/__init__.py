@@ -10,8 +10,9 @@ Never.  No code here imports torch, pickles, writes a file outside the run's own
 
 Two kinds of record. *Scratch* (the default): one slot, rewritten in place; its checksums are in memory only.
 *Committed* (`reserve(..., committed=True)`): two slots; a write goes to the slot that the last commit does not use for
-these bytes. With `write_once=True` a committed record starts with one slot, and gets the second one when bytes of a
-commit change; the files grow if they lack room. The manifest is the durable file that lists the records of a commit.
+these bytes. With `write_once=True` a committed record starts with one slot. It gets the second one at the first write
+that would change bytes of the last commit; the files grow if they lack room. The manifest is the durable file that
+lists the records of a commit.
 
 Checksums. A write is cut at chunk borders (1 MiB from the record's start) into ranges, each with its own xxh3-64 (26
 GB/s on one core here; zlib.crc32: 2.2 GB/s). A read verifies each range that it covers whole. It does not verify a

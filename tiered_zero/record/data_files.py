@@ -2,13 +2,13 @@
 
 A store has one data file in each of its directories. Its bytes are cut into stripes; a faster disk gets more of them.
 `RecordWriter` writes the caller's memory without a copy, while a thread computes checksums. It reserves disk blocks
-when it makes the file: a full disk is then an error at the start, and writes do not change the file's size, which Linux
-lets only one direct write do at a time.
+when it makes the file: a full disk is then an error at the start, and no write changes the file's size. (Linux runs
+direct writes that change it one at a time.)
 
 [Note: Checksums during training] Computing checksums slows training: a step during a save takes 9 to 12% longer, and 3%
-longer without checksums. 1.6 GB that no cache holds take 0.1 s of a processor, 0.3 s while training runs, and a step
-waits for its slowest thread. A checksum thread of low priority would cost 4 to 8%, but next to other programs it may
-take long, and whatever waits for the save would then need a second thread of normal priority.
+longer without checksums. The checksums of 1.6 GB that no cache holds take 0.1 s of a processor, 0.3 s while training
+runs, and a step waits for its slowest thread. A checksum thread of low priority would cost 4 to 8%, but next to other
+programs it may take long: a call that waits for the save would then need a second thread, of normal priority.
 
 A read is cut into windows: a window is a piece of a record that fits into a buffer and has whole checksummed ranges.
 While the caller copies one window out of its buffer, a thread verifies the next one and the disk reads further ones.
@@ -514,10 +514,10 @@ def verify_run(
     """Read a run's committed state and compare its checksums. Return None if there is no such state. `paths`: the swap
     directories of one store of the run, which may be alive.
 
-    `step`, `metadata`: verify only a state with this step and these metadata items. With a step, a prepared state
-    counts too (see `SwapStore.recover`). If the run commits meanwhile, the bytes may have changed, and the verification
-    starts again, three times at most. Raises StoreError if the manifest is damaged, or a data file is missing or too
-    short."""
+    `step`, `metadata`: verify only a state with this step (None: any step) and these metadata items. If a step is given
+    and the committed state is another one, the prepared state may be verified (see `SwapStore.recover`). If the run
+    commits meanwhile, the bytes may have changed, and the verification starts again, three times at most. Raises
+    StoreError if the manifest is damaged, or a data file is missing or too short."""
     for _ in range(_ATTEMPTS):
         if (state := _find_state(paths[0], step, metadata)) is None:
             return None

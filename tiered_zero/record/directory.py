@@ -415,8 +415,9 @@ def leftover_notices(parents: Iterable[str], adopted: Container[Path] = ()) -> l
 
 
 def clear_restarted(parents: Iterable[str], note: str) -> None:
-    """Remove the directories that ended processes of one launch have left. Called when that launch is restarted.
-    `note`: the launch's name, as written in `owner.json`. Committed state stays, because it may be resumed."""
+    """Remove the directories that one launch has made and whose processes have ended. Called when that launch is
+    restarted. `note`: the launch's name, as written in `owner.json`. Committed state stays, because it may be
+    resumed."""
     for parent in dict.fromkeys(parents):
         with suppress(StoreError):  # the directory cannot be read: using it will raise
             collect_garbage(Path(parent), note=note)
@@ -501,8 +502,8 @@ def _refusal(run: RunInfo, committed: bool, unknown: bool) -> str | None:
 
 def _inspect(path: Path, name: str, parent_fd: int, locked: bool | None = None) -> RunInfo:
     """Return what is known of the run in the directory `path`, named `name` in the open directory `parent_fd`.
-    `locked`: whether another process holds the lock; None: find out. Raises FileNotFoundError if the directory is
-    gone."""
+    `locked`: whether another process holds the lock of the directory's `owner.json`; None: find out. Raises
+    FileNotFoundError if the directory is gone."""
     status = os.stat(name, dir_fd=parent_fd, follow_symlinks=False)
     run = RunInfo(
         run_id=name.removeprefix(PREFIX),
@@ -524,8 +525,8 @@ def _inspect(path: Path, name: str, parent_fd: int, locked: bool | None = None) 
 
 
 def _inspect_open(run: RunInfo, fd: int, locked: bool | None) -> RunInfo:
-    """Return `run` with what the files in its open directory `fd` say: owner, state, last commit. Raises OSError,
-    StoreError."""
+    """Return `run` with what the files in its open directory `fd` say: owner, state, last commit. `locked`: see
+    `_inspect`. Raises OSError, StoreError."""
     owner, unreadable = None, "there is none"
     try:
         owner = read_owner_at(fd)

@@ -164,8 +164,9 @@ class SwapStore:
 
     def reserve(self, name: str, nbytes: int, *, committed: bool = False, write_once: bool = False) -> Record:
         """Reserve disk space for a new record of `nbytes`, in whole pages. `committed`: the record takes part in
-        commits and gets two slots. `write_once`: a committed record gets one slot, and a second one only when bytes of
-        a commit change; the files may grow then. Raises StoreError if the name is taken or the capacity is used up."""
+        commits and gets two slots. `write_once`: a committed record gets only one slot. It gets the second one at the
+        first write that would change bytes of the last commit; the files may grow then. Raises StoreError if the name
+        is taken or the capacity is used up."""
         num_slots = 2 if committed and not write_once else 1
         return self._table.reserve(name, nbytes, committed=committed, num_slots=num_slots)
 
@@ -233,7 +234,7 @@ class SwapStore:
 
     def commit(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Commit all records that take part in commits, as written so far, as the state of `step`. Return when the
-        state survives power loss; until then the last commit counts. `metadata`: JSON only."""
+        state survives power loss; until then the last commit is the state on disk. `metadata`: JSON only."""
         try:
             self.prepare(step, metadata)
             self.confirm()
@@ -371,10 +372,10 @@ class SwapStore:
 
     @contextmanager
     def _ended(self, record: Record, request: InFlight, parts: Sequence[IOTransfer]) -> Iterator[None]:
-        """Remove the request from the table at the end of the block. If the block raises, first wait for the request's
-        transfers. Latch the store if a transfer has failed, or if the block raises after a write has begun, because the
-        bytes on disk are then unknown. After an interrupt (Ctrl-C) the request stays, and the next thread that waits
-        for it ends it."""
+        """Return a context manager that removes the request from the table at the end of its block. If the block
+        raises, the manager first waits for the request's transfers. It latches the store if a transfer has failed, or
+        if the block raises after a write has begun, because the bytes on disk are then unknown. After an interrupt
+        (Ctrl-C) the request stays, and the next thread that waits for it ends it."""
         try:
             yield
         except Exception as error:
@@ -399,7 +400,7 @@ class SwapStore:
         return "the last checkpoint" if self.step is None else f"step {self.step}, committed in {self.paths[0]}"
 
     def _restore(self) -> None:
-        """Allow writes again, after the prepared manifest was removed. The last commit counts."""
+        """Allow writes again, after the prepared manifest was removed. The last commit stays the state on disk."""
         self._directory.keep(self.step is not None)
         self._table.thaw(None)
 
@@ -430,7 +431,7 @@ class SwapStore:
 
     @contextmanager
     def _latching(self) -> Iterator[None]:
-        """Latch the store if the block raises."""
+        """Return a context manager that latches the store if its block raises."""
         try:
             yield
         except Exception as error:
