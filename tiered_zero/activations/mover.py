@@ -316,11 +316,11 @@ class ActivationMover:
         return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor() or 0 in tensor.stride())
 
     def _find(self, key: tuple[int, int], tensor: torch.Tensor) -> _Reference | None:
-        """Return the reference of the record that has moved the tensor's storage in its present version; None if there
-        is none.
+        """Return the reference of the record of the tensor's storage in its present version; None if this version was
+        not moved. `key`: (storage, version).
 
-        The tensor must share the record's version counter. `.data` makes tensors with another counter, which may show
-        the same version after a write. `key`: (storage, version)."""
+        A record counts only if the tensor shares its version counter. Tensors made by `.data` have a counter of their
+        own: it may show the record's version although the bytes were written since."""
         record = self._by_key.get(key)
         if record is None or record.storage.expired():  # type: ignore[no-untyped-call]
             return None
@@ -371,9 +371,10 @@ class ActivationMover:
         return reference
 
     def _wait_written(self, allowed_nbytes: int, *, on_host: bool = False) -> None:
-        """Free the device memory of moved storages, oldest first, until at most `allowed_nbytes` are in flight and the
-        next transfer is not done yet. `on_host`: block until the transfers are done; otherwise order compute after
-        them."""
+        """Wait for writes to the place, oldest first, and free the device memory of their storages, until at most
+        `allowed_nbytes` are in flight. After that, free storages whose writes are done already, up to the first write
+        that is not. `on_host`: True: block until each write is done; False: order compute's later launches after
+        it."""
         while self._writing and (self._in_flight_nbytes > allowed_nbytes or self._writing[0][0].done()):
             written, source = self._writing[0]
             try:
@@ -392,8 +393,8 @@ class ActivationMover:
 
     def restore(self, reference: _Reference, *, is_first: bool) -> torch.Tensor:
         """Return the record's bytes on the device, [n] uint8, and begin to read the records that backward needs next.
-        `is_first`: whether this is the first call for this saved activation. Raises ModelError after the step that
-        saved the record."""
+        `is_first`: whether this is the first call for this saved activation. Raises ModelError if the step that saved
+        the record has ended."""
         with self._profiled("unpack"):
             if self._is_closed or reference.step != self._step:
                 raise ModelError(

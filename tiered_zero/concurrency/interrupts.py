@@ -4,10 +4,10 @@
 lines, also of this package. The interrupted call drops its step: `Entrance.abort` ends what runs, and resets what the
 step has used. Some work cannot be dropped: `step()`, a backward whose updates have begun, a load that replaces values,
 the write of a change under `gathered(modify=True)`, an in-place commit, `close()`. An interrupt there would make the
-engine unusable, and lose the work since the last save, so it is raised when this work has ended. A second interrupt is
-raised at once, and so is an exception of the program's own handler of SIGINT: if it ends work that cannot be undone,
-the engine latches (refuses later calls). If a handler raises an error in a lane's job on the main thread, as a time
-limit does, it is the job's error."""
+engine unusable, and lose the work since the last save, so KeyboardInterrupt is raised when this work has ended. A
+second interrupt is raised immediately, and so is an exception of the program's own handler of SIGINT. If such an
+exception ends work that cannot be undone, the engine latches (refuses later calls). A handler, such as one that sets a
+time limit, may raise an error while a lane's job runs on the main thread: the error is then the job's error."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from typing import Any, final
 
 
 class _Held:
-    """The handler of SIGINT during a block. It notes the first signal (`has_come`), and raises KeyboardInterrupt at the
-    second. `is_over`: the block has ended, so every signal raises; only the main thread can reset the handler."""
+    """The handler of SIGINT during a block of `hold_interrupts`. It notes the first signal (`has_come`), and raises
+    KeyboardInterrupt at the second. `is_over`: the block has ended, so every signal raises. The handler may still be
+    installed then: if the block ends on another thread, that thread cannot replace it."""
 
     has_come = False
     is_over = False
@@ -111,8 +112,8 @@ class Teardown:
 
 
 def once(act: Callable[[], Any]) -> Callable[[], None]:
-    """Return a function that calls `act` at its first call only. If that call is interrupted, `act` is not called
-    again. For closing functions on whose end no later one depends."""
+    """Return a function that calls `act` at its first call, and does nothing at later calls, even if the first call was
+    interrupted. For closing functions that may be left incomplete: no later closing function needs their result."""
     called: list[None] = []
 
     def call() -> None:

@@ -77,8 +77,8 @@ def wait_quietly(transfer: Transfer) -> None:
 
 
 def wait_all(transfers: Iterable[Transfer | None]) -> None:
-    """Wait for all transfers, also after one fails, so that none uses its memory any more. Then raise the first
-    error."""
+    """Wait for all transfers, also after one fails, so that none uses its memory any more. Then raise the first error.
+    Each None in `transfers` is skipped."""
     first: Exception | None = None
     for transfer in transfers:
         try:
@@ -161,7 +161,8 @@ class Worker:
         self._queue.put(work)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Run all submitted callables and stop; wait at most `timeout_s` seconds for the end. Idempotent."""
+        """Run all submitted callables, then stop the thread. Wait for that at most `timeout_s` seconds; None: without
+        a limit. Idempotent."""
         self._queue.put(None)
         self._thread.join(timeout_s)
 
@@ -207,8 +208,9 @@ class FailureLatch:
 
     @contextmanager
     def surfacing(self) -> Iterator[None]:
-        """Raise the original error instead of the block's error, but only the first time that a block raises; later,
-        raise the block's error."""
+        """Return a context manager for an entry point. The first time that a block raises, the original failure behind
+        its error is raised instead of the error (see `root_cause`). Later errors of blocks are raised unchanged, until
+        `has_surfaced` is reset."""
         try:
             yield
         except Exception as error:

@@ -124,7 +124,8 @@ class IOEngine(ABC):
 
     @abstractmethod
     def drain(self) -> None:
-        """Wait until all requests that were submitted before are complete. Does not wait for stuck requests."""
+        """Wait until all requests that were submitted before this call are complete. Does not wait for stuck
+        requests."""
 
     @abstractmethod
     def close(self) -> None:
@@ -353,9 +354,11 @@ class DiskTransfer(IOTransfer):
             raise self.error
 
     def _patience_s(self, begun_s: float) -> float:
-        """Return the seconds for which the request may go on without progress. They count from its last progress, or,
-        if that is later, from `begun_s`, the start of the wait. After a stall they count from the last progress only:
-        if many requests hang, each wait after the first ends at once."""
+        """Return the seconds for which the request may still go on without progress; 0 or less if they are over.
+
+        `begun_s`: the time at which the wait began. The seconds count from the request's last progress or from
+        `begun_s`, whichever is later. Once a request of the engine has stalled, they count from the last progress
+        alone: if many requests hang, only the first wait takes the whole timeout."""
         since_s = self.progressed_s() if self.engine.has_stalled else max(begun_s, self.progressed_s())
         return since_s + self.engine.io_timeout_s - time.monotonic()
 

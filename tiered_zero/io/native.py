@@ -187,7 +187,8 @@ class NativeEngine(DiskEngine):
 
 
 def _end_pool(pid: int, library: _Library, pool: ctypes.c_void_p, still_open: list[ctypes.c_void_p]) -> None:
-    """Free the thread pool of an engine that was freed, if this process opened it."""
+    """Free `pool`, the thread pool of an engine that was freed. Do nothing in a process other than `pid`, which has
+    opened the pool. `still_open`: holds the pool if its threads have not been stopped; they are stopped first."""
     if pool and os.getpid() == pid:
         while still_open:
             library.close_pool(still_open.pop(), 0)

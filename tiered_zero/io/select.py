@@ -273,10 +273,10 @@ def fill_file(path: str, nbytes: int, seconds: float = math.inf) -> int:
 
 
 def weigh_directories(engine: IOEngine, directories: Sequence[Path], nbytes: int) -> list[float]:
-    """Measure directories, and return each one's share of the bytes in proportion to its speed; the shares sum to 1. A
-    directory is measured for a fifth of a second, by reads and writes in a temporary file no larger than an equal
-    share. `nbytes`: bytes to be striped in all. Shares are equal if the rates differ by less than a quarter. Raises
-    TransferError, OSError."""
+    """Measure directories, and return each one's share of the bytes in proportion to its speed; the shares sum to 1.
+    `nbytes`: the bytes to divide among all directories. A directory is measured for a fifth of a second, by reads and
+    writes in a temporary file no larger than an equal share. Shares are equal if the highest rate is at most a quarter
+    above the lowest. Raises TransferError, OSError."""
     size_nbytes = min(_WEIGHED_NBYTES, align_up(nbytes // len(directories), MIB))
     rates = []
     for directory in directories:
@@ -316,9 +316,10 @@ def measure_rate(
     """Measure the bytes/s at which the first `nbytes` of an existing file are read, written, or both at once, over and
     over. `mode`: "read", "write" or "mixed".
 
-    Keeps `num_in_flight` requests in flight for `seconds`, as the tiers do, and counts completed ones. Writes random
-    bytes, from memory like the runtime's. `one_memory`: all requests share the memory of one, which may then stay in
-    the processor's cache. `read_share`: share of reads in the bytes of "mixed". Raises TransferError."""
+    Keeps `num_in_flight` requests in flight for `seconds`, as the tiers do, and counts completed ones. Each of them has
+    memory of its own, in huge pages; random bytes are written. `one_memory`: all requests use the same memory, which
+    may then stay in the processor's cache. `read_share`: share of reads in the bytes of "mixed". Raises
+    TransferError."""
     request_nbytes = min(request_nbytes, nbytes // num_in_flight // PAGE_NBYTES * PAGE_NBYTES)
     # huge pages: O_DIRECT pins each page of a transfer, and a device takes a limited number of pieces at once. With
     # pages of 4 KiB one virtio disk read at 0.4 of the rate.

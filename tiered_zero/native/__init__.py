@@ -66,7 +66,9 @@ def _library_in(directory: Path, stem: str) -> Path | None:
 
 
 def _installed_libraries(stem: str) -> Iterator[tuple[Path, int | str]]:
-    """Yield the libraries of installed distributions and their versions, unless the environment names a directory."""
+    """Yield (path, version of its C sources) of the library `stem` in each installed distribution of this package; the
+    version is "none" if the library names none. Yield nothing if the environment variable LIBRARY_DIR_VARIABLE is set,
+    because libraries are then taken from its directory alone."""
     if os.environ.get(LIBRARY_DIR_VARIABLE):
         return
     from importlib.metadata import distributions

@@ -74,8 +74,8 @@ def place_state(subgroups: Sequence[SubGroupSize], request: PlanRequest) -> list
     other sub-groups go to `state_tier`.
 
     Sub-groups of embeddings are placed first: backward completes their gradients last, and a forward needs them first.
-    The others follow in the order of a forward. If state is offloaded, a sub-group without bytes of state goes to the
-    host: state on the device would mean an update there, but the parameters may rest elsewhere.
+    The others follow in the order of a forward. If state is offloaded, a sub-group without bytes of state is not placed
+    on the device: its update would then run there, but its parameters may rest on another tier.
     """
     total = sum(subgroup.state_nbytes for subgroup in subgroups)
     ratio = request.config.zero_optimization.offload_optimizer.ratio
@@ -155,8 +155,8 @@ BUFFERS = -1
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedSlot:
-    """A slot that the run reserves: a region of a tier. `index`: of the sub-group if `kind` is "state", else of the
-    unit, or BUFFERS.
+    """A slot that the run reserves: a region of a tier. `index`: the sub-group's, if `kind` is "state"; the unit's, for
+    all other kinds; BUFFERS: the slot is for a copy of the model's buffers.
 
     `num_durable`: the number of the slot's places on disk for in-place commits. 2: each commit writes the place that
     the last commit does not name. 1: the slot is written once. 0: no commit includes the slot.
@@ -191,9 +191,9 @@ def list_slots(
     """List the slots of a run in the order in which they are reserved: units, sub-groups, buffers.
 
     A commit makes state durable, and everything that cannot be computed from state: parameters that no sub-group holds;
-    the model's buffers; all parameters, if they are half of their masters. If these rest in memory, their copy on nvme
-    has a slot of its own. `delayed`: the update is delayed, so each unit that it updates has a second slot for
-    parameters.
+    the model's buffers; all parameters, if they are a part of their masters (bf16_remainder). What of this rests in
+    memory has a copy on nvme, with a slot of its own. `delayed`: the update is delayed, so each unit that it updates
+    has a second slot for parameters.
     """
     commits, is_half = request.config.tiered_zero.checkpoint.in_place, request.state_format == "bf16_remainder"
     held = {index for subgroup in subgroups for index in subgroup.parts}

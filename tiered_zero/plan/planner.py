@@ -75,10 +75,11 @@ class PagerLimits:
     `live_nbytes`: the planned bytes of these units on the device at once. `reserved_nbytes`: the memory that the
     device's allocator takes for these bytes. `most_live_nbytes`: the most that the config allows, for code that uses
     more units together than a forward of nested modules does (a checkpointed region of many blocks, `gathered`).
-    `one_module`: all parameters of the largest unit belong to one module, which no size cap cuts. `limited_by`: the
-    names of the limits that keep fewer units on the device, or fetch fewer ahead, than could be used. `tier`: the tier
-    of the limit that applies; "host" if the device's memory is the host's. `prefetch_numel`: the most elements fetched
-    ahead of their use. `reuse_numel`: a unit that is used again within this many elements is kept if there is room.
+    `one_module`: all parameters of the largest unit belong to one module, which no size cap cuts. `limited_by`: each
+    limit that allows fewer units on the device, or fetched ahead, than a full window: the name of a setting, or a tier
+    without room. `tier`: the tier of the limit that applies; "host" if the device's memory is the host's.
+    `prefetch_numel`: the most elements fetched ahead of their use. `reuse_numel`: a unit that is used again within this
+    many elements is kept if there is room.
     """
 
     live_nbytes: int
@@ -194,8 +195,8 @@ def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request:
 
     If the plan would exceed a limit, it shrinks in this order: the window (the paged parameters on the device at once);
     the gradients in memory, which go to nvme; the sub-groups in flight, down to the fewest that the pipeline needs. A
-    plan that still exceeds a limit is the smallest of these units and sub-groups; the caller may then cut smaller
-    sub-groups.
+    plan that still exceeds a limit is the smallest one that these units and sub-groups allow; the caller may then cut
+    smaller sub-groups.
     """
     plan = _plan_gradients(units, subgroups, request)
     if plan.missing_nbytes("host") <= 0 or request.num_state_buffers is not None:
@@ -326,9 +327,9 @@ def _rows(
 
 
 def _second_in_flight_nbytes(to_host: Sequence[Unit], request: PlanRequest, room_nbytes: int) -> int:
-    """Return the bytes of a second unit's gradients in flight; 0 if the CPU computes or the device has no room for
-    them. On an accelerator gradients count from the launch of their computation. With room for one unit only, backward
-    could not be launched ahead of the device."""
+    """Return the bytes of the gradients of a second unit that may be in flight; 0 if the CPU computes, or if the device
+    has no room for them. On an accelerator a gradient counts as in flight from the launch of its computation. With room
+    for one unit only, the host could not launch backward ahead of the device."""
     second = sorted((unit.nbytes for unit in to_host), reverse=True)[1:2]
     return 0 if request.shares_cores or sum(second) > room_nbytes else sum(second)
 

@@ -48,10 +48,12 @@ RESERVED = ", less an eighth for "
 def limit_of(
     tier: str, free_nbytes: int | None, source: str, given_nbytes: int | None, prefix: str = "tiered_zero."
 ) -> dict[str, tuple[int, str]]:
-    """Return {tier: limit} for one tier; {} if neither the config nor free memory gives a limit. The config's limit,
-    `given_nbytes`, applies if it is at most the free memory, or if the free memory is not known. Otherwise the limit is
-    the free memory less RESERVED_SHARE. `source`: names the free memory in messages. `prefix`: the beginning of the
-    config's key in messages."""
+    """Return {tier: (bytes that may be used, text that names the limit in messages)}; {} if there is no limit.
+
+    `free_nbytes`: the free memory; None: not known. `given_nbytes`: the config's limit; None: the config sets none. It
+    applies if it is at most the free memory, or if the free memory is not known. In all other cases the limit is the
+    free memory less an eighth (RESERVED_SHARE). `source`: names the free memory in the text. `prefix`: the beginning of
+    the config's key in the text."""
     if given_nbytes is not None and (free_nbytes is None or given_nbytes <= free_nbytes):
         return {tier: (given_nbytes, f"{prefix}{tier}_memory_limit")}
     if free_nbytes is None:
@@ -227,8 +229,8 @@ class SubGroupSize:
 
 
 def splits_masters_off_device(config: Config) -> bool:
-    """Return whether parameters are half of their masters (bf16_remainder) and the update runs off the device. If so,
-    no parameter may stay on the device."""
+    """Return whether masters are stored as their bf16 parameters and remainders (bf16_remainder), and the update runs
+    off the device. If so, no parameter may stay on the device."""
     return (
         config.tiered_zero.state_format == "bf16_remainder"
         and config.zero_optimization.offload_optimizer.device != "none"

@@ -135,7 +135,8 @@ class StepSeconds:
 
 def forward_flops(units: Iterable[UnitTraffic], tokens: int, *, length: int = 0, width: int = 0) -> float:
     """Count the operations of a forward: two for each token and parameter that a product reads, and those of causal
-    attention over samples of `length` tokens. `width`: layers * hidden size."""
+    attention over samples of `length` tokens. `width`: layers * hidden size. If one of the two is 0, no attention
+    is counted."""
     return 2.0 * tokens * (sum(unit.numel - unit.lookups for unit in units) + length * width)
 
 
@@ -182,9 +183,9 @@ def _is_used(plan: Plan, tier: str) -> bool:
 
 
 def _hidden_from(tier: str, plan: Plan, work: Work, machine: Machine) -> tuple[int, bool]:
-    """Search the number of tokens in a step from which a tier adds no time (is hidden). Return the last number tried,
-    and whether it hides the tier. The first number makes compute as long as the tier's busiest lane, and is the answer
-    if it hides the tier. The largest number is eight times the first."""
+    """Search the least number of tokens in a step with which a tier adds no time (is hidden). Return (number, True); if
+    none was found, return (largest number tried, False). The smallest number tried makes compute as long as the tier's
+    busiest lane; the largest is eight times as many."""
     rates = _Rates(plan, machine, only=tier)
 
     def is_hidden(factor: float) -> bool:
@@ -261,7 +262,7 @@ class _Rates:
         return (job, *self.copy("fetch", DISK_PASSES * nbytes)) if self.shares_cores else (job,)
 
     def copy(self, resource: str, nbytes: float) -> Jobs:
-        """Return the jobs that pass over `nbytes` of host memory."""
+        """Return the jobs in which `resource` reads or writes `nbytes` of host memory."""
         return self._job(resource, nbytes, self.machine.copy_bytes_per_s)
 
     def to_device(self, nbytes: float) -> Jobs:
@@ -284,8 +285,9 @@ class _Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class _Piece:
-    """A part of the state of unit `unit` that is updated at once, with its new parameters. `reads`, `writes`: the jobs
-    that bring the part to memory and back, through a staging buffer of `staged_nbytes`."""
+    """A part of the state of the simulated unit `unit`. It is updated as a whole. `reads`: the jobs that read from nvme
+    what the update needs: the state, and gradients. `update`: the jobs that compute the update. `writes`: the jobs that
+    write the state and new parameters to nvme. `staged_nbytes`: the bytes in a staging buffer; 0: no buffer is used."""
 
     unit: int
     reads: Jobs
@@ -593,9 +595,10 @@ class _Run:
             before = step
 
     def _update(self, pieces: Sequence[_Piece], staged: bool) -> Process:
-        """Start the update of every piece, in the order of the last step. If updates start in backward, the next piece
-        belongs to the first unit, in forward's order, that has its gradient. `staged`: the pieces pass through staging
-        buffers."""
+        """Start the update of every piece in each step. The first step has the order of a forward, or of a backward if
+        updates start there; each later step has the order of the step before it. If updates start in backward, units
+        whose gradient is complete come before all others, in the order of a forward. `staged`: the pieces pass through
+        staging buffers."""
         order = [*(reversed(pieces) if self._in_backward else pieces)]
         for step in self._steps if pieces else ():
             left: dict[int, list[_Piece]] = {}

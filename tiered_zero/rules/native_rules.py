@@ -143,7 +143,8 @@ class NativeRule(UpdateRule):
         return {"step": torch.tensor(self._phase(scalars))} if self._counts_steps else dict(scalars)
 
     def _reference_scalars(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the scalars that torch's own code needs to make this rule's next step."""
+        """Return scalars in TorchRule's form with which torch's own code makes the same next step as this rule. They
+        differ from `_torch_scalars` for Adam without bias correction."""
         return self._torch_scalars(scalars)
 
     def _own_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:

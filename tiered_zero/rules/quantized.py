@@ -127,8 +127,8 @@ class QuantizedAdam(UpdateRule):
         return stepped.scalars
 
     def _scratch(self, name: str, array: torch.Tensor) -> torch.Tensor:
-        """Return fp32 memory for the moments whose codes are `array`. All chunks use the same memory, so it stays in
-        the cache."""
+        """Return fp32 memory, [n], for the decoded values of `array`, codes of the state array `name`. All chunks use
+        the same memory for one name, so it stays in the cache."""
         kept, numel = self._floats.get(name), array.numel()
         if kept is None or kept.numel() < numel or kept.device != array.device:
             kept = self._floats[name] = torch.empty(numel, device=array.device)

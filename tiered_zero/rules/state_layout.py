@@ -86,8 +86,8 @@ class MasterFormat(ABC):
 
     `dtypes`: dtypes of the stored arrays. The first array is the rule's `Run.master`; the second, if any, is the rule's
     unsigned field (second moments). `needs_params`: an update reads the old parameters in addition to the slot.
-    `follows_params`: each update adopts the parameters that user code has changed since the last update. User code does
-    not report such changes, and the slot holds no masters before the first update.
+    `follows_params`: user code may change parameters between updates, and does not report it. Each update finds the
+    changed parameters, and takes their values as masters. Before the first update the slot holds no masters.
     """
 
     dtypes: tuple[torch.dtype, ...]
@@ -239,13 +239,14 @@ class StateArray:
 class StateLayout:
     """Lays out a sub-group's slot: first the masters, then each state array, each at the start of a memory page.
 
-    For an elementwise rule each array covers the whole sub-group, so a run is a slice of it. A field that only some
-    param groups have gets an array for the whole sub-group too. For any other rule each piece (here a whole parameter)
-    has its own arrays.
+    For an elementwise rule each array covers the whole sub-group, and the state of a `Run` is a slice of it. A field
+    that only some param groups have gets an array for the whole sub-group too. For any other rule each piece (here a
+    whole parameter) has its own arrays.
 
-    `masters`: the format of the masters. If the format uses a state array, this is the first one, and `master_nbytes`
-    counts it too. `state_start`: the first byte of the state arrays. `initial_nbytes`: the number of bytes that are
-    valid before the first update.
+    `masters`: the format of the masters. RemainderMasters keeps a part of the masters in a state array, which then is
+    the first state array. `master_nbytes`: bytes of all arrays that hold masters, this one included. `state_start`: the
+    first byte of the state arrays. `initial_nbytes`: the slot's first bytes that are valid before the first update:
+    `master_nbytes`, or 0 if the masters follow the parameters.
     """
 
     def __init__(
@@ -284,8 +285,8 @@ class StateLayout:
 
     @property
     def has_own_masters(self) -> bool:
-        """Whether the slot stores masters that follow their parameters. They are saved with the state, because a
-        checkpoint of parameters does not include them."""
+        """Whether the slot stores masters in a format with `follows_params`. Such masters are saved with the optimizer
+        state, because saved parameters do not include them."""
         return self.masters.follows_params and bool(self.masters.dtypes)
 
     def _append(self, field: StateField, piece: int | None) -> None:

@@ -1,7 +1,8 @@
 """Use any torch.optim class as an update rule: the class's own code makes the step, on views of the tiers' memory.
 
-The rule steps a copy of the user's optimizer that has no state of its own. Functions come first that copy an optimizer,
-step chosen parameters, and flatten their state. Other folders use these too, for param groups and state dicts.
+The rule steps a copy of the user's optimizer that has no state of its own. The file begins with functions that copy an
+optimizer, step chosen parameters, and flatten their state. Other folders use these functions too, for param groups and
+state dicts.
 """
 
 from __future__ import annotations
@@ -139,8 +140,9 @@ def cloned_all(scalars: Sequence[Mapping[str, Any]]) -> list[State]:
 
 
 def flattened(state: Mapping[str, Any]) -> State:
-    """Flatten a parameter's state: each item of a list, tuple or dict gets a name of its own, and the container becomes
-    a text. `nested` reverses this. Raises ModelError if two items get the same name."""
+    """Flatten a parameter's state. In the place of a list, tuple or dict called `name` comes a text that names its type
+    and lists its keys; each of its items follows under "name.key". `nested` reverses this. Raises ModelError if two
+    items get the same name."""
     flat: State = {}
     for name, value in state.items():
         _flatten(name, value, flat)
@@ -260,8 +262,9 @@ class TorchRule(UpdateRule):
     of a parameter must then not depend on other parameters; `state_fields` tests this on two small parameters.
 
     State arrays are in `Run.state`, all other state in `Run.scalars`, which is empty only before the first step. In the
-    first step torch creates the state, and the rule copies it to `Run.state`. The scalar "absent" under the name of an
-    array means that torch does not have this array yet (SGD while its momentum is 0): the array is then not read.
+    first step torch creates the state, and the rule copies it to `Run.state`. A scalar that has the name of
+    an array, and the value "absent", means that torch does not have this array yet (SGD while its momentum is 0): the
+    array is then not read.
     """
 
     def __init__(self, optimizer_class: type[Optimizer], defaults: Mapping[str, Any]) -> None:
@@ -617,8 +620,9 @@ class TorchRule(UpdateRule):
 
 
 def _stride(array: torch.Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the strides of a state array in an unusual memory order, such as eigenvectors, because the order decides
-    how products round. None: the array is row-major, has the parameter's shape and order, or is not dense."""
+    """Return the strides of a state array in an unusual memory order, such as that of eigenvectors, because the order
+    decides how products round. Return None if the array is row-major, has the parameter's shape, or is not dense.
+    `shape`: the parameter's."""
     is_usual = tuple(array.shape) == shape or array.is_contiguous()
     return None if is_usual or not torch.ops.aten.is_non_overlapping_and_dense(array) else array.stride()
 

@@ -229,7 +229,7 @@ class Lane:
 
         `waits`: False if the job waits for nothing but `after`. On the CPU such a job runs at once on the calling
         thread if the lane is idle and `after` is done: the lane's thread would take a core from compute.
-        KeyboardInterrupt in it is raised.
+        If the job then raises KeyboardInterrupt, this call raises it.
 
         `transfer`: a new transfer, of the caller's subclass, to use for the job."""
         work = Work(job=job, after=[each for each in after if each is not COMPLETED], holds=tuple(holds))
@@ -360,8 +360,8 @@ class Accelerator(ABC):
     @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor, finish: bool = False) -> None:
         """Launch a copy from `source` to `target` (contiguous, same dtype and size) on the calling lane's stream.
-        `finish`: return only when the copy is complete, because the caller reuses the host memory next. On a lane no
-        threads are started. Autograd's version counters do not change."""
+        `finish`: return only when the copy is complete, because the caller reuses the host memory next. A lane's thread
+        copies alone, without further threads. Autograd's version counters do not change."""
 
     def timer(self, recorder: Recorder) -> Timer:
         """Return a function, called like `Recorder.span`, that times a `with` block in a lane's job. Its span begins

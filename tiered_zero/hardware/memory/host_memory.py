@@ -285,7 +285,7 @@ class StagingPool:
             return [(lease.holder, now_s - lease.since_s) for lease in self._leased.values()]
 
     def reclaim(self) -> None:
-        """Release every lease. Before this call the holders were aborted, and no transfer uses the buffers."""
+        """Release every lease. Called after the holders were aborted, when no transfer uses the buffers."""
         for lease in list(self._leased.values()):
             lease.release()
 
@@ -386,7 +386,8 @@ class BlockPool:
             self._free.append(self._returned.popleft())
 
     def _shrink(self, nbytes: int) -> None:
-        """Drop free mappings, oldest first, until all together have at most `nbytes`."""
+        """Drop free mappings, oldest first, until all mappings, used and free, have at most `nbytes` together, or no
+        free one is left."""
         while self._free and self.mapped_nbytes > nbytes:
             self.mapped_nbytes -= len(self._free.pop(0))
 

@@ -62,7 +62,7 @@ class Collectives(Protocol):
 
         The caller leaves both alone until the transfer is done. `after`: transfers that fill `shard`; an error of one
         becomes the error of the returned transfer. `order`: a name of what is gathered; if the names of ranks differ,
-        all raise RankError with every name. None: names are not compared, because all ranks gather in one order.
+        all raise RankError with every name. None: names are not compared, so all ranks must gather in one order.
         `bounds`: W + 1 offsets in `flat`, of shards of any sizes; None: all shards have one size."""
 
     def reduce_scatter(
@@ -108,9 +108,12 @@ def make_collectives(
     timeout_s: float, dist_init_required: bool | None = None, gather_numel: int = 1 << 62
 ) -> Collectives:
     """Make the collectives of a run: `SingleRank` for one rank, else `ProcessGroups`. The caller opens them, and closes
-    them if opening fails. Every rank calls this function at the same time. `timeout_s`: seconds after which a rank that
-    does not answer is an error. `dist_init_required`: False initializes no process group. `gather_numel`: the most
-    elements that a gather moves at once. Raises ModelError and RankError."""
+    them if opening fails. Every rank calls this function at the same time.
+
+    `timeout_s`: seconds after which a rank that does not answer is an error. `dist_init_required`: False: never
+    initialize torch.distributed, so a run of several ranks raises ModelError if the program has not done it; None or
+    True: initialize it if that was not done. `gather_numel`: the most elements that a gather moves at once. Raises
+    ModelError and RankError."""
     if world_size_here() == 1:
         return SingleRank(dist_init_required)
     ensure_many(timeout_s, dist_init_required)
@@ -119,8 +122,8 @@ def make_collectives(
 
 def ensure_many(timeout_s: float, dist_init_required: bool | None = None) -> None:
     """Initialize torch.distributed from the launcher's environment if it is not initialized. The process group stays
-    until the process ends: another engine may follow, and the launcher's store accepts no second group. Raises
-    ModelError and RankError."""
+    until the process ends: another engine may follow, and the launcher's store accepts no second group. `timeout_s`,
+    `dist_init_required`: as in `make_collectives`. Raises ModelError and RankError."""
     if is_initialized():
         return
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -178,7 +181,7 @@ def _restarted_store(timeout: timedelta) -> dict[str, Any]:
 
 def open_default_group(timeout_s: float = 1800.0, dist_init_required: bool | None = None) -> None:
     """Initialize torch.distributed if it is not initialized: with the launcher's ranks, or, without a launcher, with
-    one rank. Raises ModelError and RankError."""
+    one rank. `timeout_s`, `dist_init_required`: as in `make_collectives`. Raises ModelError and RankError."""
     if world_size_here() > 1:
         ensure_many(timeout_s, dist_init_required)
     else:

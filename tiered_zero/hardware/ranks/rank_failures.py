@@ -64,7 +64,7 @@ def find_blocked(waits: Sequence[RankWaits]) -> set[int]:
     not made.
 
     The result is correct even if ranks have posted their waits at different times. None of these ranks can be the first
-    to end its wait, because it needs a call that another of them makes only after its own wait."""
+    to end its wait: it needs a call that another of them makes only after the wait of that other rank."""
     blocked = {rank for rank, each in enumerate(waits) if each.call is not None}
     while True:
         free = {
@@ -162,8 +162,9 @@ class RankFailures:
         call: CollectiveCall,
     ) -> None:
         """Wait for other ranks until a collective is over. `is_over(seconds)`: waits at most that long, and returns
-        whether the collective is over. `has_failed`: returns whether it has failed; other ranks then still see where
-        this rank has waited. `what`, `call`: the collective. Raises RankError if another rank has failed."""
+        whether the collective is over. `has_failed`: returns whether the collective has failed. If it has, the post of
+        this rank's wait stays in the store, so that other ranks can read where this rank has waited. `what`, `call`:
+        name and number of the collective. Raises RankError if another rank has failed."""
         start_s, blocks_driver = time.perf_counter(), not runs_on_lane()
         if not is_over(POLL_S):
             if blocks_driver:
