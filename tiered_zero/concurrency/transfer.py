@@ -208,9 +208,9 @@ class FailureLatch:
 
     @contextmanager
     def surfacing(self) -> Iterator[None]:
-        """Return a context manager for an entry point. The first time that a block raises, the original failure behind
-        its error is raised instead of the error (see `root_cause`). Later errors of blocks are raised unchanged, until
-        `has_surfaced` is reset."""
+        """Return a context manager for an entry point. The first time that a block raises an error, raise the original
+        failure behind it instead (see `root_cause`). Raise later errors of blocks unchanged, until `has_surfaced` is
+        reset."""
         try:
             yield
         except Exception as error:

@@ -191,8 +191,8 @@ def list_slots(
     """List the slots of a run in the order in which they are reserved: units, sub-groups, buffers.
 
     A commit makes state durable, and everything that cannot be computed from state: parameters that no sub-group holds;
-    the model's buffers; all parameters, if they are a part of their masters (bf16_remainder). What of this rests in
-    memory has a copy on nvme, with a slot of its own. `delayed`: the update is delayed, so each unit that it updates
+    the model's buffers; all parameters, if they are a part of their masters (bf16_remainder). Each of these that rests
+    in memory has a copy on nvme, with a slot of its own. `delayed`: the update is delayed, so each unit that it updates
     has a second slot for parameters.
     """
     commits, is_half = request.config.tiered_zero.checkpoint.in_place, request.state_format == "bf16_remainder"

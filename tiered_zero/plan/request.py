@@ -48,12 +48,13 @@ RESERVED = ", less an eighth for "
 def limit_of(
     tier: str, free_nbytes: int | None, source: str, given_nbytes: int | None, prefix: str = "tiered_zero."
 ) -> dict[str, tuple[int, str]]:
-    """Return {tier: (bytes that may be used, text that names the limit in messages)}; {} if there is no limit.
+    """Return {tier: (bytes that may be used, text that names the limit in messages)}; {} if `free_nbytes` and
+    `given_nbytes` are both None.
 
-    `free_nbytes`: the free memory; None: not known. `given_nbytes`: the config's limit; None: the config sets none. It
-    applies if it is at most the free memory, or if the free memory is not known. In all other cases the limit is the
-    free memory less an eighth (RESERVED_SHARE). `source`: names the free memory in the text. `prefix`: the beginning of
-    the config's key in the text."""
+    `free_nbytes`: the free memory; None: not known. `given_nbytes`: the config's limit; None: the config sets none. The
+    config's limit applies if it is at most the free memory, or if the free memory is not known. In all other cases the
+    limit is the free memory less an eighth (RESERVED_SHARE). `source`: names the free memory in the text. `prefix`: the
+    beginning of the config's key in the text."""
     if given_nbytes is not None and (free_nbytes is None or given_nbytes <= free_nbytes):
         return {tier: (given_nbytes, f"{prefix}{tier}_memory_limit")}
     if free_nbytes is None:

@@ -483,8 +483,8 @@ class _Run:
         self._ends: list[float] = []
 
     def _list_uses(self, tied: Sequence[int], accumulation: int) -> list[_Use]:
-        """List the uses of units in a step, in order. A unit that is used again before its room is needed stays on the
-        device."""
+        """List the uses of units in a step, in order. `tied`: the units with a tied embedding, which are used a second
+        time in forward and in backward. A unit that is used again before its room is needed stays on the device."""
         uses: list[_Use] = []
         for micro in range(accumulation):
             for index, unit in enumerate(self._units):

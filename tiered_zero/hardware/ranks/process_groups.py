@@ -222,8 +222,9 @@ class ProcessGroups:
         nbytes: int = 0,
         after: Sequence[Transfer] = (),
     ) -> CollectiveTransfer:
-        """Submit a collective to its lane. `nbytes`: the bytes that this rank passes to the collective; if not 0, a
-        span is recorded. `after`: transfers for which the lane waits before the span begins.
+        """Submit a collective to its lane. `job`: carries it out. `what`, `call`: its name and number. `nbytes`: the
+        bytes that this rank passes to the collective, for the recorded span; 0: no span is recorded. `after`: transfers
+        for which the lane waits before the span begins.
 
         [Note: Gathers that meet] The n-th gather of a rank meets the n-th gather of the other ranks, and takes their
         bytes, whatever they are, because gathers whose order is not compared have no names. So once a gather fails on a

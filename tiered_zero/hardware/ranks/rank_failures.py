@@ -64,7 +64,7 @@ def find_blocked(waits: Sequence[RankWaits]) -> set[int]:
     not made.
 
     The result is correct even if ranks have posted their waits at different times. None of these ranks can be the first
-    to end its wait: it needs a call that another of them makes only after the wait of that other rank."""
+    to end its wait: it needs a call of another of these ranks, which makes this call only after its own wait."""
     blocked = {rank for rank, each in enumerate(waits) if each.call is not None}
     while True:
         free = {
