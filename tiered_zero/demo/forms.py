@@ -32,7 +32,8 @@ WATCH_S = 0.01
 class Form:
     """How to train. `directory`: where swap files go; None: train with plain PyTorch. `limit_nbytes`: how much memory
     training may take beyond the memory of the imports; None: no limit. `device_nbytes`, `host_nbytes`: limits of the
-    engine's plan. `steps`: the number of losses; of the last step plain PyTorch runs only the forward."""
+    engine's plan. `steps`: the number of steps, each of which prints its loss. In its last step plain PyTorch runs only
+    the forward."""
 
     layers: int
     hidden: int

@@ -6,7 +6,7 @@ keeps whole gradients. The gradient check (finiteness, norm, clip factor) uses t
 
 Owner: GradientStore owns every gradient between its hook and the end of the step. Until then `param.grad` is a view of
 the gradient's home, or a copy if the home is NVMe: autograd's own attribute can hold neither a gradient on another
-device nor an fp32 sum. The norms of gradients that users may have changed are always computed again: a change through
-`.data` leaves no mark, because `.data` has a tensor version of its own.
+device nor an fp32 sum. If users have got a gradient as `param.grad`, its norm is always computed again: a write to
+`param.grad.data` changes the gradient without moving its version counter, so the engine cannot know.
 Never: uses parameters' bytes, optimizer state or disk files.
 """

@@ -108,9 +108,11 @@ class GradientArrivals:
             mark.is_met = True  # the graph is freed here: a later backward, which reduces, gets no gradient from it
 
     def begin_own_backward(self) -> None:
-        """Begin a backward that the engine did not start. If it gathers parameters, begin its reduction now, before the
-        first gather. Any other reduction begins with the first gradient. With gathers this could be before a gather on
-        one rank and after it on another, and the two ranks would wait for each other."""
+        """Begin a backward that the engine did not start. If it gathers parameters and brings gradients, begin its
+        reduction now, before its first gather. In all other cases the reduction begins with the first gradient.
+
+        With gathers every rank must begin the reduction at the same place among them. The first gradient may come
+        before a gather on one rank and after it on another, and the two ranks would wait for each other."""
         self._is_counted = False
         if self._reducer is not None and self._reducer.shards_params and self._brings_gradients():
             self._begin_reduction(is_last=False)

@@ -124,9 +124,9 @@ def _find_fused_tail(kernel: UpdateKernel) -> bool | None:
 
 
 def span_squares(values: torch.Tensor, span: range, unit: Unit) -> dict[int, list[torch.Tensor]]:
-    """Return parameter index -> fp64 sums of squares of its gradient, one 0-d tensor per chunk. `values`: [n], elements
-    `span` of the unit's averaged gradients. The sums are computed on the device of `values`, without waiting for
-    them."""
+    """Return parameter index -> fp64 sums of squares of its gradient, one 0-d tensor for each SQUARES_CHUNK_NUMEL
+    elements. `values`: [n], elements `span` of the unit's averaged gradients. The sums are computed on the device of
+    `values`, without waiting for them."""
     squares: dict[int, list[torch.Tensor]] = {entry.param.index: [] for entry in unit.entries}
     for entry in unit.entries:
         stop = min(entry.stop, span.stop)
@@ -284,7 +284,8 @@ class OverflowCounts:
 @final
 class OverflowGuard:
     """Decides to skip steps whose gradients are not finite, and adapts the loss scale. Used on the driver thread.
-    `scaler`: None without fp16. `checks`: False takes these steps with a warning, as plain PyTorch does in fp32."""
+    `scaler`: None without fp16. `checks`: False: no step is skipped; one with gradients that are not finite is applied
+    with a warning, as plain PyTorch applies it in fp32."""
 
     def __init__(self, scaler: LossScaler | None, checks: bool) -> None:
         self.scaler = scaler

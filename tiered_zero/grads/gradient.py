@@ -84,11 +84,12 @@ class UnitGradients:
     * `zeroed`: parameters whose gradient was set to 0, so the next gradient replaces it.
     * `shard`: the elements of the unit's flat that `flat` holds, if each of many ranks keeps only the sums of its
       shard; None: all.
-    * `num_sums`: how many reductions of this step have been added up in `flat`; if `flat` holds the whole unit, only in
-      this rank's shard of it. While 0, the content of a shard is undefined.
+    * `num_sums`: the number of reductions of this step whose averages were added up in `flat`. If `flat` holds the
+      whole unit, averages are in this rank's shard of it, or everywhere if `Reduction.gathers`. If `flat` holds a shard
+      and `num_sums` is 0, its content is undefined.
     * `waiting`: gradients [numel] of this rank that no bucket (memory for a reduction) has copied yet; fp32 if they are
-      sums. Used with `shard`, and for a whole unit after its first reduction.
-    """
+      sums. Gradients wait here, not in `flat`, if `flat` holds only a shard or already holds averages (`num_sums` >
+      0)."""
 
     unit: Unit
     flat: torch.Tensor
@@ -170,7 +171,9 @@ class UnitGradients:
 
     @property
     def holds_sums(self) -> bool:
-        """Whether this rank has unreduced gradients of the unit in fp32, as sums over micro-batches are."""
+        """Whether this rank has gradients of the unit in fp32 that are not averages: sums over micro-batches, or
+        gradients of an fp32 unit. Before a reduction `flat` holds them, unless it holds only a shard; `waiting` may
+        hold more."""
         own = [*([self.flat] if self.shard is None else []), *self.waiting.values()]
         return any(values.dtype == torch.float32 for values in own)
 
@@ -188,7 +191,8 @@ class UnitGradients:
         self, lane: Lane, job: Callable[[], None], after: Sequence[Transfer], holds: Sequence[torch.Tensor]
     ) -> Transfer:
         """Submit a job that launches copies to the tensor of `opened`, and return its transfer. Gradients on NVMe are
-        written to disk only after these copies are complete."""
+        written to disk only after these copies are complete. `after`: transfers that the job waits for. `holds`: device
+        tensors that the job reads."""
         if (paged := self.paged) is None:
             return lane.submit(job, after=after, holds=holds, waits=False)
         transfer = LaneTransfer(launched=threading.Event())
@@ -382,8 +386,8 @@ def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _padding(unit: Unit) -> Iterator[slice]:
-    """Yield the gaps in the unit's flat, between entries and after the last one, which must be set to zero. The entries
-    are written before they are read, and occupy no memory until then."""
+    """Yield the gaps in the unit's flat, between entries and after the last one. Only these are set to zero when the
+    flat is allocated: entries are written before they are read, and until then the system gives them no memory."""
     stops = [0, *(entry.stop for entry in unit.entries)]
     starts = [*(entry.start for entry in unit.entries), unit.numel]
     for stop, start in zip(stops, starts, strict=True):
@@ -423,7 +427,7 @@ class GradientBatch(Transfer):
     `measures`: whether to compute the gradients' norms too."""
 
     def __init__(self, gradients: UnitGradients, measures: bool, send: Callable[[], None]) -> None:
-        """`send`: sends this batch, while it is open."""
+        """`send`: submits the batch; `wait` calls it if the batch is not sent yet."""
         self.gradients, self.measures = gradients, measures
         self.arrivals: list[Arrival] = []
         self.nbytes = 0
@@ -622,7 +626,8 @@ class InFlightGradients:
         self._free(0, 0)
 
     def wait_all(self) -> None:
-        """Block until every transfer has ended, even those of 0 bytes. Raises at most one error per call."""
+        """Block until every transfer has ended, even those of 0 bytes. If one has failed, raise its error; later
+        transfers may still run then, and the next call waits for them."""
         self._wait(-1)
 
     def drain(self) -> None:

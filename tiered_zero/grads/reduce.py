@@ -207,8 +207,8 @@ class GradientReducer:
         self.reduce_complete()
 
     def reduce_complete(self) -> None:
-        """Reduce the next buckets, in order, while their gradients are complete on this rank. Called when a gradient
-        has come."""
+        """Reduce the next buckets, in order, up to the first one that still waits for gradients of this rank. Called
+        when a gradient has come. If backward gathers parameters, do nothing: `note_backward` then reduces."""
         if self.shards_params:
             return
         while self._queue and all(map(self._is_complete, self._queue[0].units & self._receiving)):
@@ -239,7 +239,8 @@ class GradientReducer:
         return self._units[index].shard is not None or index in self._adding
 
     def _receive_next(self, units: Iterable[int]) -> None:
-        """Set the units that the next reductions cover."""
+        """Set which units, given by their indices, get averages from the next reductions. Other units in the same
+        buckets count as zeros and stay as they are."""
         self._receiving = frozenset(units)
         self._adding = frozenset(index for index in self._receiving if self._units[index].num_sums)
 
@@ -332,9 +333,11 @@ class GradientReducer:
     # -- calls of all ranks --------------------------------------------------------------------------------------------
 
     def _agree(self, call: tuple[bytes, int, int], flags: Sequence[bool]) -> list[bool]:
-        """Exchange `flags` with all ranks. Return for each flag whether any rank has set it. `call`: the kind and the
-        two numbers of the call that this rank makes. Raises RankError on every rank if two ranks make different calls,
-        or have added up different numbers of reductions in this step."""
+        """Exchange `flags` with all ranks. Return for each flag whether any rank has set it.
+
+        `call`: what this rank calls: (_STEP, step number, micro-batch), or (_BACKWARD, step number, number of the
+        backward in the step). Raises RankError on every rank if two ranks make different calls, or have added up
+        different numbers of reductions in this step."""
         kind, number, part = call
         bits = sum(flag << place for place, flag in enumerate(flags))
         packed = bits.to_bytes((len(flags) + 7) // 8, "little")
@@ -398,8 +401,8 @@ class GradientReducer:
             self._memory.finish_all()
 
     def _dtype(self, bucket: Bucket) -> torch.dtype:
-        """Return the dtype in which a bucket is reduced: the configured one; without it fp32 for sums over
-        micro-batches, or the gradients' own."""
+        """Return the dtype in which a bucket is reduced. If `Reduction.dtype` is None, it is fp32 if any unit of the
+        bucket has sums of several backwards on some rank, and the dtype of the bucket's units otherwise."""
         if self._reduction.dtype is not None:
             return self._reduction.dtype
         own: torch.dtype = bucket.parts[0].unit.dtype

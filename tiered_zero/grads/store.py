@@ -367,10 +367,9 @@ class GradientStore:
         return any(map(_PRESENT, self._units.values()))
 
     def serve(self) -> None:
-        """Make `param.grad` read and assign gradients at their homes, between backward and step().
-
-        For a parameter in use this holds while `is_shown`, for a guarded parameter at any time. If there are no
-        gradients at their homes, what users assign goes to autograd's attribute."""
+        """Make `param.grad` of trainable parameters read and assign the gradient at its home: for a guarded parameter
+        always, for a parameter in use only while `is_shown`. While it is not shown, `param.grad` of a parameter in use
+        is autograd's own attribute."""
         set_gradient_home(self._places, self)
 
     def show(self) -> None:
@@ -383,11 +382,11 @@ class GradientStore:
         self.is_shown = False
 
     def set_hidden(self, updates_in_backward: bool = False) -> None:
-        """Make reading or assigning `param.grad` raise ModelError until step(), if there are several ranks or
-        `updates_in_backward`.
+        """Set whether reading or assigning `param.grad` raises ModelError from now on: it does if there are several
+        ranks or `updates_in_backward`.
 
-        `updates_in_backward`: whether updates begin in backward. The caller passes one value in every step, although
-        the first step's update never begins in backward."""
+        `updates_in_backward`: whether updates begin in the running backward. The caller passes True also in the first
+        step, whose update begins later, so that all steps are alike."""
         self._hidden = _HIDDEN_BY_UPDATE if updates_in_backward else self._hidden_by_ranks
 
     def read(self, param: nn.Parameter) -> torch.Tensor | None:

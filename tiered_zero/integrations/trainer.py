@@ -28,7 +28,9 @@ class SaveStateCallback(TrainerCallback):
         self._resume_from = resume_from
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-        """Read the state from files if Trainer resumes, and let Trainer's later saves write files."""
+        """Read the state from files if Trainer resumes. Then replace the optimizer's `state_dict()`, until
+        `on_train_end`, by one that writes the state to files: Trainer calls it in each save. Do nothing for other
+        optimizers than OffloadedOptimizer."""
         own = unwrapped(optimizer)
         if not isinstance(own, OffloadedOptimizer):
             return
@@ -53,7 +55,7 @@ class SaveStateCallback(TrainerCallback):
             _consolidate(optimizer)
 
     def on_train_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-        """Restore the optimizer's own `state_dict()`."""
+        """Give the optimizer its own `state_dict()` back, which `on_train_begin` has replaced."""
         vars(unwrapped(optimizer)).pop("state_dict", None)
 
 

@@ -54,8 +54,9 @@ class Bucket:
         return frozenset(part.unit.index for part in self.parts)
 
     def nbytes(self, itemsize: int) -> int:
-        """Return the bytes of the bucket and of the buffer that receives rows of other ranks: all rows if they are
-        small, else one. `itemsize`: the bytes of an element."""
+        """Return the bytes of the bucket and of the buffer behind it, which receives rows from other ranks. The buffer
+        has room for the rows of all other ranks, but for at most SHARED_NUMEL elements or one row, whichever is more.
+        `itemsize`: the bytes of an element."""
         row_numel = max(stop - start for start, stop in pairwise(self.bounds))
         num_others = len(self.bounds) - 2
         room_numel = max(num_others, row_numel, min(num_others * row_numel, SHARED_NUMEL))
@@ -95,8 +96,8 @@ def cut_buckets(units: Sequence[Unit], world_size: int, bucket_numel: int) -> li
 
 
 def _bucket(columns: Sequence[tuple[Unit, range, bool]], world_size: int) -> Bucket:
-    """Build a bucket. `columns`: for each part its unit, the range of elements in every rank's shard, and whether this
-    range ends the shard."""
+    """Build a bucket. `columns`: for each part its unit, a range of elements counted from the start of a shard, and
+    whether this range ends the largest shard. The part has these elements of every rank's shard."""
     ranks = range(world_size)
     spans = [[unit.shard(rank)[part.start : part.stop] for rank in ranks] for unit, part, _ in columns]
     bounds = tuple(accumulate((sum(len(own[rank]) for own in spans) for rank in ranks), initial=0))

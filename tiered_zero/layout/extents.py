@@ -81,8 +81,8 @@ class ExtentMap:
 
 
 def stripe_cycle(weights: Sequence[float]) -> list[int]:
-    """Assign each stripe of a cycle to a file, and return the file indices. File i gets stripes in proportion to
-    weights[i], evenly spread."""
+    """Return the file index of each stripe (STRIPE_NBYTES of the store) in one cycle of STRIPES_PER_CYCLE stripes;
+    further stripes repeat the cycle. File i gets stripes in proportion to weights[i], evenly spread."""
     credit = [0.0] * len(weights)
     cycle = []
     for _ in range(STRIPES_PER_CYCLE):
@@ -94,7 +94,8 @@ def stripe_cycle(weights: Sequence[float]) -> list[int]:
 
 
 def file_nbytes(capacity_nbytes: int, weights: Sequence[float]) -> list[int]:
-    """Return the size of each file of a store in bytes; the sizes add up to exactly the capacity."""
+    """Return the size of each file of a store in bytes; the sizes add up to exactly the capacity. `weights`: see
+    `stripe_cycle`."""
     if len(weights) == 1:
         return [capacity_nbytes]
     cycle = stripe_cycle(weights)

@@ -145,8 +145,9 @@ def place_params(params: Sequence[ParamSpec]) -> tuple[FlatEntry, ...]:
 
 
 def equal_bounds(stop: int, itemsize: int, world_size: int = 1) -> tuple[int, ...]:
-    """Cut a flat into equal shards of whole pages in any dtype, and return their bounds (see `Unit`). `stop`: the
-    element at which the last parameter ends."""
+    """Cut a flat into equal shards, and return their bounds (see `Unit`). A shard is whole pages, in the flat's dtype
+    and in any dtype of at least 2 bytes. `stop`: the element at which the last parameter ends. `itemsize`: the bytes of
+    an element."""
     shard = align_up(-(-stop // world_size), max(CUT_NUMEL, PAGE_NBYTES // itemsize))
     return tuple(rank * shard for rank in range(world_size + 1))
 
@@ -156,7 +157,9 @@ def place_by_rank(
 ) -> tuple[tuple[FlatEntry, ...], tuple[int, ...]]:
     """Place parameters one after another, and cut shards between parameters, for rules that step whole parameters. Each
     rank gets about as many elements as the others. If there are more ranks than parameters, some ranks get none.
-    Returns the entries and the bounds, in whole pages of any dtype."""
+
+    Returns the entries and the bounds (see `Unit`); shards are whole pages, as in `equal_bounds`. `itemsize`: the bytes
+    of an element."""
     page = max(CUT_NUMEL, PAGE_NBYTES // itemsize)
     total = max(1, sum(param.numel for param in params))
     entries: list[FlatEntry] = []
@@ -240,8 +243,8 @@ class _Kind:
 @dataclass(kw_only=True)
 class _Part:
     """Parameters that become a unit, alone or joined with other parts. `module`: the name of the module whose forward
-    uses them. `block`: the name of their block; its small parts of one kind are joined. None: this part stays a unit of
-    its own."""
+    uses them. `block`: the name of the block that they belong to; small parts of one block and kind are joined. None:
+    this part is never joined."""
 
     module: str
     block: str | None

@@ -47,8 +47,11 @@ is a job in every step. DeepSpeed never cuts a parameter, so configs contain sma
 
 
 def sub_group_numel(given: int, units: Iterable[Unit], *, in_memory: bool = False, shares_cores: bool = False) -> int:
-    """Choose the number of elements at which sub-groups of `units` are cut. `given`: zero_optimization.sub_group_size.
-    `in_memory`: state rests in memory, not on nvme. `shares_cores`: the CPU computes the model and updates it too."""
+    """Return the number of elements at which sub-groups of `units` are cut.
+
+    `given`: zero_optimization.sub_group_size. Above MAX_SUB_GROUP_NUMEL it means that the size is chosen here;
+    otherwise it is used, but raised if it would make too many sub-groups (MAX_SUB_GROUPS). `in_memory`: state rests in
+    memory, not on nvme. `shares_cores`: the CPU computes the model too, so updates share its cores."""
     total = sum(unit.numel for unit in units if unit.trainable)
     if given <= MAX_SUB_GROUP_NUMEL:
         return max(given, align_up(min(AUTO_SUB_GROUP_NUMEL, total // MAX_SUB_GROUPS), CUT_NUMEL))
@@ -115,8 +118,8 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class SubGroup:
-    """Segments that the optimizer steps at once. `numel`: the number of elements with padding, whole pages in any
-    dtype. `embedding`: whether it holds embeddings, which are cut separately."""
+    """Segments that the optimizer steps at once. `numel`: the number of elements, rounded up to whole pages
+    (CUT_NUMEL). `embedding`: whether it is a separate sub-group for embeddings (see `apart` in `cut_subgroups`)."""
 
     index: int
     segments: tuple[Segment, ...]
@@ -167,10 +170,13 @@ def cut_subgroups(
 def pack_params(
     params: Sequence[tuple[ParamSpec, int]], size_numel: int, *, elementwise: bool, first_index: int = 0
 ) -> list[SubGroup]:
-    """Cut separately stored parameters, each a unit without padding, into sub-groups of at most `size_numel` elements,
-    rounded up to whole pages. If the rule steps whole parameters (not `elementwise`), a larger parameter is one
-    sub-group. In a sub-group each parameter starts at a multiple of QUANTIZED_BLOCK_NUMEL. `params`: the parameters
-    with their param groups. `first_index`: the index of the first sub-group."""
+    """Cut separately stored parameters into sub-groups of at most `size_numel` elements, rounded up to whole pages.
+    Each parameter is treated as a unit without padding. In a sub-group it starts at a multiple of
+    QUANTIZED_BLOCK_NUMEL.
+
+    `params`: the parameters with the indices of their param groups. `elementwise`: the rule steps each element by
+    itself. If it does not, parameters are not cut, and one with more than `size_numel` elements is a sub-group of its
+    own. `first_index`: the index of the first sub-group."""
     runs = []
     for param, _ in params:
         unit = Unit(
@@ -196,8 +202,9 @@ def _cut(
     elementwise: bool,
     first_index: int = 0,
 ) -> list[SubGroup]:
-    """Place ranges of units one after another, each at the start of a block, and cut them into sub-groups. `runs`:
-    (unit, start, stop, holds embeddings) of each range."""
+    """Place ranges of units one after another, each at a multiple of QUANTIZED_BLOCK_NUMEL, and cut them into
+    sub-groups. `runs`: (unit, start, stop, holds embeddings) of each range. Other arguments: see `cut_subgroups` and
+    `pack_params`."""
     limit = max(CUT_NUMEL, align_up(size_numel, CUT_NUMEL))
     subgroups: list[SubGroup] = []
     segments: list[Segment] = []
@@ -230,8 +237,9 @@ def _cut(
 
 
 def _runs(unit: Unit, shard: range, group_of: Mapping[str, int], elementwise: bool) -> list[tuple[int, int, bool]]:
-    """Cut a shard at page boundaries into parts with and without embeddings: (start, stop, holds embeddings).
-    `group_of`: only embeddings named here count."""
+    """Return the parts of a shard, with and without embeddings, as (start, stop, holds embeddings). They are cut at
+    page boundaries; if the rule is not `elementwise`, the whole shard is one part. `group_of`: embeddings that it does
+    not name count as other parameters."""
     embeddings = [
         (max(entry.start, shard.start), min(entry.stop, shard.stop))
         for entry in unit.entries

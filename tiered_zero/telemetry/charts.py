@@ -177,7 +177,8 @@ def rounded(low: float, high: float) -> tuple[float, float]:
 
 
 def ticks(low: float, high: float, count: int, smallest: float = 0.0) -> list[float]:
-    """Return about `count` round values within [low, high]: steps of 1, 2 or 5 times a power of ten."""
+    """Return the multiples of a step within [low, high]. The step is 1, 2 or 5 times a power of ten, chosen so that
+    there are about `count` ticks. If it is below `smallest`, the step is `smallest`."""
     step = max(smallest, _tick_step(low, high, count))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [index * step for index in range(first, last + 1)]

@@ -21,7 +21,8 @@ Open = Callable[[ExitStack], Write]
 
 
 def csv_in(folder: Path) -> Open:
-    """Return an opener for csv files: each number is appended to `folder/NAME.csv`, as a row "samples,value"."""
+    """Return an opener for csv files in `folder`, one file for each name of a number: "Train/Samples/lr" is written to
+    Train_Samples_lr.csv, one row "samples,value" at a time. Rows of an existing file are kept."""
 
     def open_files(end: ExitStack) -> Write:
         folder.mkdir(parents=True, exist_ok=True)

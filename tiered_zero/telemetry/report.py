@@ -118,7 +118,8 @@ class StepReport(JsonRecord):
 def build_step_report(
     step: int, totals: Totals, wall_s: float, ledger: Ledger | None = None, **facts: Any
 ) -> StepReport:
-    """Build the report of a step. `totals`: the recorder's sums over the step. `facts`: other fields of StepReport."""
+    """Build the report of a step. `totals`: the recorder's sums over the step. `ledger`: has the bytes of each tier;
+    None: the report has none. `facts`: other fields of StepReport."""
     seconds = {**totals.causes, OTHER: max(0.0, wall_s - sum(totals.causes.values()))}
     kinds = ledger.by_kind() if ledger else {}
     return StepReport(

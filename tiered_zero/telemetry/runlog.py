@@ -315,9 +315,11 @@ def _about(what: str, thread: int, **args: Any) -> dict[str, Any]:
 
 
 class RunObserver:
-    """Writes each step to the run's record and trace, on the thread that runs the step. It also makes the recorder keep
-    the spans of steps for which they are written. `report_path`, `trace_path`: the files of the record and of the
-    trace; None: no file. Raises ConfigError if a file cannot be created."""
+    """Writes each step to the run's record and trace, on the thread that runs the step. `report_path`, `trace_path`:
+    the files of the record and of the trace; None: no file. Raises ConfigError if a file cannot be created.
+
+    Makes the recorder keep spans only in steps whose spans are written: all steps for a trace, step TIMELINE_STEP for a
+    record."""
 
     def __init__(self, recorder: Recorder, header: RunHeader, report_path: str | None, trace_path: str | None) -> None:
         self._recorder = recorder

@@ -94,7 +94,8 @@ class Schedule:
         return True
 
     def distance(self, unit: PagedUnit) -> int | None:
-        """Return how many elements are used before the unit's next use, as counted last time; None if unknown."""
+        """Return the predicted number of elements in the uses from now until the unit's next use: as many as lay
+        between its uses last time, less those used since. Return None if it was not used again last time."""
         if unit not in self._uses:
             return None
         use, position = self._uses[unit]
@@ -108,12 +109,13 @@ class Schedule:
     # -- ahead -----------------------------------------------------------------------------------------------------
 
     def expect_next(self, current: PagedUnit, until: str = "") -> Iterator[PagedUnit]:
-        """Add the uses that follow the last expected one to the expected uses, one by one. Yield each unit that the
-        caller must first bring to the device.
+        """Extend the expected uses, one by one, by the uses that came next last time. Yield each unit that the caller
+        must fetch, or find on the device, before its use becomes expected.
 
         A yielded unit's use becomes expected when the caller asks for the next unit; if the caller stops, it does not.
-        `current` (the unit in use) and units that are expected already are not yielded. Ends if the next use is not
-        known, if the chain of uses closes on itself, and before a use in the pass `until`."""
+        Uses of `current` (the unit in use) and of units with expected uses become expected without a yield. The
+        iteration ends if the next use is not known, if the known uses begin to repeat, and before a use in the pass
+        `until` ("": in no pass)."""
         seen = set()
         while (pair := self._tip) not in seen and len(self._ahead) < len(self._next):
             if (use := self._next.get(pair)) is None or use[0] == until:
@@ -154,10 +156,11 @@ class UnitCache:
     """Moves whole units between their homes and the device. The pager calls it, on the driver thread or on autograd's.
 
     [Note: Order of gathers] If homes hold shards, a fetch reads this rank's shard and then gathers the shards of all
-    ranks. So every rank must fetch and evict the same units in the same order. Decisions here depend only on the
-    schedule, the plan, and the units' states, which only acquire and release change. They never depend on whether a
-    transfer is done, or on which views of a unit other code holds. Memory that such a view keeps is freed later:
-    decisions ignore these bytes, but the check of the device's limit counts them."""
+    ranks. So every rank must fetch and evict the same units in the same order. With several ranks, decisions here
+    depend only on the schedule, the plan, and the units' states, which only acquire and release change. They do not
+    depend on what may differ between ranks: whether a transfer is done, and which views of a unit other code holds.
+    Such a view keeps the memory of an evicted unit. Decisions count this memory as free; the check of the device's
+    limit counts it as used."""
 
     def __init__(self, runtime: Runtime, inventory: Inventory, limits: PagerLimits, units: UnitTable) -> None:
         self._accelerator = runtime.accelerator
@@ -249,12 +252,14 @@ class UnitCache:
         return self._collectives.all_gather(flat, flat[paged.own], f"unit {name}", after=[fetch], order=order)
 
     def prefetch(self, current: PagedUnit, phase: CallPhase) -> None:
-        """Fetch the units that are expected after `current`, within the prefetch bucket and the free memory.
+        """Fetch units ahead of their use, in the order in which they are expected after `current`. Stop at the first
+        unit that does not fit into the rest of the prefetch bucket (stage3_prefetch_bucket_size) or onto the device, or
+        that must not be fetched yet.
 
-        If there is a bucket, at least one unit is fetched, because a unit may be larger than the bucket. Only units
-        that are not expected are evicted. In the last backward of a step, prefetching stops before the next forward's
-        first use of a unit that step() will change; with several ranks, before the next forward. `phase`: the phase of
-        the engine's call. See [Note: Expected uses]."""
+        With a bucket of 0 nothing is fetched. With any other bucket, the first unit is fetched even if it is larger
+        than the bucket. To make room, only units without expected uses are evicted. The last backward of a step also
+        stops at the first unit that the next forward uses and step() will change; with several ranks, before the first
+        use in the next forward. `phase`: the phase of the engine's call. See [Note: Expected uses]."""
         bucket_numel, schedule = self._limits.prefetch_numel, self.schedule
         if not bucket_numel:
             return
@@ -301,9 +306,9 @@ class UnitCache:
     def _may_prefetch(self, paged: PagedUnit) -> bool:
         """Return whether the unit may be fetched ahead of its use.
 
-        If the unit's update began in backward, the update must be written first; with several ranks, the step must be
-        taken. Otherwise the fetch would wait for gradients, while backward may need a later fetch on the same lane to
-        compute these gradients."""
+        Return False for a unit whose update has begun in backward: with several ranks until step(), on one rank until
+        the update is written. The fetch would wait for the update, which waits for gradients, while backward may need a
+        later fetch on the same lane to compute these gradients."""
         if paged.weights is not WeightState.UPDATING:
             return True
         if self._shares_order:
@@ -314,8 +319,8 @@ class UnitCache:
     # -- evict -----------------------------------------------------------------------------------------------------
 
     def retire(self, paged: PagedUnit) -> None:
-        """Guard a unit that has no users, and evict it. It stays on the device, guarded, if there is room and the
-        schedule shows that it is used again soon."""
+        """Guard a unit that has no users. Then evict it, unless the device has room and the schedule predicts its next
+        use within `PagerLimits.reuse_numel` elements. Do nothing if the unit has users or lives on the device."""
         if paged.num_users or paged.state is not UnitState.IN_USE or paged.is_resident:
             return
         self.guard(paged)

@@ -40,10 +40,11 @@ class CallPhase:
     """The phase of the engine's call, and whether autograd runs a backward that the user started without the engine.
 
     `now`: the phase. `step_follows`: whether the running backward is that of the last micro-batch of its step.
-    `records`: whether autograd records the outermost forward; reentrant checkpoints inside it turn that off for a
-    while. `has_own_backward`: whether a backward that the user started without the engine runs. `task`: autograd's
-    number of the backward that was admitted last. `TrainStep` sets the first three, `Entrance` the other two. Driver
-    thread, or autograd's threads while the driver waits in backward."""
+    `records`: whether grad mode was on when the outermost forward began; a reentrant checkpoint turns it off inside
+    that forward. `has_own_backward`: whether a backward that the user started without the engine runs. `task`: the id
+    of autograd's graph task, one for each backward, of the last backward that the engine has noticed; None before the
+    first. `TrainStep` and `Entrance` set these fields. Driver thread, or autograd's threads while the driver waits in
+    backward."""
 
     def __init__(self) -> None:
         self.now = Phase.IDLE
@@ -117,8 +118,8 @@ class DriverThread:
 
     def begin_backward(self) -> None:
         """Reserve the engine for the thread of a backward that the user started without the engine, until
-        `end_backward` or until that backward ends. Raises ModelError if another thread is inside, unless the backward
-        runs for that thread."""
+        `end_backward` or until that backward ends. Raises ModelError if another thread is inside, unless this thread is
+        one of autograd's and works for that thread."""
         with self._lock:
             self.check(BACKWARD)
             self._in_backward = _thread_in_backward()
@@ -132,9 +133,10 @@ class DriverThread:
             raise _refusal(call, other)
 
     def other(self) -> threading.Thread | None:
-        """Return the thread that is inside and excludes this one; else None. A thread excludes neither itself nor
-        autograd's threads that work for it. A thread that died inside, by an exception that nothing could see, excludes
-        no thread."""
+        """Return the thread that is inside, if this thread must be refused because of it; else None.
+
+        This thread is admitted if it is itself the thread inside, or one of autograd's threads that work for that
+        thread. A thread that has ended without `leave` no longer counts as inside."""
         thread = threading.current_thread()
         with self._lock:
             inside = self._inside
@@ -158,8 +160,8 @@ def find_call(code: CodeType) -> FrameType | None:
 
 
 def is_running(call: FrameType | None) -> bool:
-    """Return whether the Python frame `call` is on the caller's stack. Hooks do not show this: torch calls none after
-    an interrupt."""
+    """Return whether the Python frame `call` is on the caller's stack; False for None. Only the stack shows that an
+    interrupt has ended a call, because torch then calls no forward hook."""
     frame = sys._getframe(1) if call is not None else None
     while frame is not None and frame is not call:
         frame = frame.f_back

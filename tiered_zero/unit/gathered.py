@@ -80,8 +80,8 @@ def _unpack(found: tuple[SavedViews, Saved]) -> torch.Tensor:
 
 @contextmanager
 def gather(params: Iterable[nn.Parameter], modify: bool, modifier_rank: int = 0) -> Iterator[None]:
-    """Hold the units of `params` until the block ends. `modify`: whether to write the values of rank `modifier_rank` to
-    the units' homes then."""
+    """Context manager that keeps the units of `params` in use. `modify`: whether to write changed values to the units'
+    homes at its end; every rank then gets the values of the rank `modifier_rank`."""
     with ExitStack() as stack:
         for paged, pager in _paged(params).items():
             stack.enter_context(_gather_unit(pager, paged, modify, modifier_rank))
@@ -146,11 +146,11 @@ def _write_back(pager: Pager, paged: PagedUnit, old: torch.Tensor | None, modifi
 
 @runs_outside_modes
 def _drop_change(paged: PagedUnit) -> str | None:
-    """Return the name of a parameter that was changed and not written back, and mark its unit as stale; return None if
-    there is none.
+    """Find a change of the unit's parameters that was not written back. If there is one, mark the unit as stale and
+    return the parameter's name; else return None.
 
-    Called at the end of each `gathered` block. While the unit has other users, such as an outer block, this does
-    nothing: the outer block calls it at its own end."""
+    Called at the end of each `gathered` block. If the unit has other users, such as an outer block, return None without
+    a search: the outer block searches at its own end."""
     if paged.num_users > 1 + paged.is_resident:
         return None
     if (changed := paged.storage.end_change()) is not None:

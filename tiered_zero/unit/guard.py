@@ -225,8 +225,8 @@ def _watched(name: str) -> Callable[..., Any]:
 
 
 def _as_own(own: type[torch.Tensor], name: str) -> Callable[..., Any]:
-    """Return a method that calls torch's method `name` while the tensor has its `own` class. For methods that copy,
-    pickle or print: they look at the class of their object."""
+    """Return a method that runs torch's method `name` while the tensor has the class `own` in place of its class in
+    use. For methods that copy, pickle or print the tensor: they look at its class."""
 
     def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         in_use = type(tensor)
@@ -434,8 +434,9 @@ class OffloadedParameter(nn.Parameter):
         return self.as_subclass(cls)
 
     def _plain_copy(self, function: str) -> nn.Parameter | None:
-        """Return a copy of the parameter on the CPU, as state_dict() does. While modules run, return None and fetch the
-        parameter, which then has a class in use."""
+        """Return a copy of the parameter on the CPU, as state_dict() does. While modules run, fetch the parameter
+        instead, and return None: the parameter now has a class in use, whose own method makes the copy. `function`:
+        what the user called, for the error."""
         handler = require_handler(self)
         if (value := handler.idle_copy(self)) is not None:
             return nn.Parameter(value, self.requires_grad)

@@ -153,8 +153,8 @@ class ModuleHooks:
     def _register(self, module: nn.Module, before: _ForwardHook, after: _ForwardHook) -> None:
         """Register `before` as the module's first pre-hook, and `after` as a forward hook that is always called.
 
-        The user's pre-hooks then find the parameters on the device. If one of them or the module raises, `after` still
-        closes the frame that `before` has opened. A recomputation that stops early raises too."""
+        The user's pre-hooks then find the parameters on the device. `after` closes the frame that `before` has opened,
+        even if a pre-hook or the module raises. torch.utils.checkpoint raises too, to stop a recomputation early."""
         handle = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         self._handles.append(handle)
         self._share_key(handle, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)

@@ -45,10 +45,11 @@ _TRIM_NBYTES = 4 * MIB
 
 @dataclass(frozen=True, kw_only=True)
 class _Blank:
-    """A parameter or buffer that has memory but no values yet. `names`: all its names; `current` looks it up by the
-    first. `version`: its version counter when it got memory.
+    """A parameter or buffer that has memory but no values yet. `names`: all its names in the model. `version`: its
+    version counter when it got memory.
 
-    It counts as set once it was written to, or another tensor has replaced it."""
+    It counts as set once code has written to it or has put another tensor in its place, and always if it has no
+    elements."""
 
     names: tuple[str, ...]
     tensor: torch.Tensor
@@ -252,10 +253,10 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _holding(stand_in: nn.Module, owners: Mapping[str, nn.Module], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Inside the block, the stand-in has `tensors` in the places that they have in the modules `owners` (path ->
-    module).
+    """Context manager that puts `tensors` into the stand-in, at the names that they have in the modules `owners` (path
+    -> module). At its end the stand-in gets its own tensors back.
 
-    If an initialiser replaces a buffer of the stand-in, the real module gets the new buffer."""
+    If an initialiser has replaced a buffer of the stand-in, the real module gets the new buffer."""
     held = {id(tensor) for tensor in tensors}
     slots: list[tuple[Any, Any, str, Any]] = []
     for path, owner in owners.items():

@@ -166,8 +166,8 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _is_paged(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is a parameter that an engine has paged. That engine is closed now, and the values are
-    lost."""
+    """Return whether the tensor is a parameter that an open engine pages, or one that a closed engine has paged and
+    whose values are lost."""
     return isinstance(tensor, nn.Parameter) and handler_of(tensor) is not None
 
 

@@ -43,9 +43,9 @@ class OffloadedParams:
         """`on_change(unit, flat, old)`: updates the fp32 masters after user code has changed parameters. `flat`: the
         new values, [P] on the CPU. `old`: the values before the change; None without `cuts`.
 
-        `cuts(unit)`: returns the first element of each part that the update reads. Given only if masters are made from
-        parameters. `store` then writes parameters in the same parts, because a read is verified by the checksum of one
-        write."""
+        `cuts(unit)`: returns the first element of each part that the update reads. None: the update reads no
+        parameters, because masters are stored. With `cuts`, `store` writes each of these parts separately: a read is
+        verified by the checksum of one write, so both must cover the same part."""
         self._inventory, self._staging = inventory, staging
         self._accelerator, self._ranks = runtime.accelerator, runtime.collectives
         self._on_change, self._cuts = on_change, cuts
@@ -97,8 +97,11 @@ class OffloadedParams:
 
     @contextmanager
     def changing(self, paged: PagedUnit) -> Iterator[None]:
-        """Return a context in which user code changes the unit. If the code raises on some ranks only, the run ends:
-        the other ranks would wait in `write_back`, and earlier changes would differ between ranks."""
+        """Context manager around user code that changes the unit. At its end the ranks agree whether the code has
+        raised.
+
+        If it has raised on some ranks only, the run ends: these ranks raise the code's error, the others RankError.
+        They cannot go on, because the units that were written before would differ between ranks."""
         try:
             yield
         except Exception as error:

@@ -74,7 +74,8 @@ class Pager:
         limits: PagerLimits,
         mover: TensorMover | None = None,
     ) -> None:
-        """`mover`: gets the tensors that autograd saves and that are no views of a unit."""
+        """`mover`: gets the tensors that autograd saves, except views of a unit, and moves them off the device. None:
+        they stay on it."""
         self._accelerator = runtime.accelerator
         self._ledger = runtime.ledger
         self._recorder = runtime.recorder
@@ -148,8 +149,8 @@ class Pager:
         paged.add_user()
 
     def _release(self, paged: PagedUnit, pass_name: str) -> None:
-        """Remove a user. After the last use, a forward guards or evicts the unit; a backward holds it until its memory
-        is needed."""
+        """Remove a user. If it was the last one, the pass decides: in forward, guard or evict the unit; in backward,
+        leave it in use until its memory is needed."""
         paged.remove_user()
         if pass_name != "backward":
             self.cache.retire(paged)
@@ -182,8 +183,8 @@ class Pager:
         paged.begin_use()
 
     def _wait_update(self, paged: PagedUnit, unit_update: UnitUpdate) -> None:
-        """Block until the unit's last update lets the unit be used. Raises the error of an update that has failed by
-        then.
+        """Block until the unit's last update lets the unit be used. Raises the update's error if the update fails
+        during the wait, or if it has failed and the unit lives on the device.
 
         A unit that lives on the device must be written. For any other unit it is enough that the new parameters are
         computed: the update then no longer needs the gradients, and the fetch can take new parameters from staging
@@ -335,8 +336,9 @@ class Pager:
         self.saved_views.save_recomputed()
 
     def _refuse_if_offloaded(self, param: nn.Parameter, paged: PagedUnit, function: str) -> None:
-        """Raise ParameterOffloadedError for `param`. Do nothing if its unit is in use, or lives on the device, where a
-        unit that is not in use only waits for its update."""
+        """Raise ParameterOffloadedError for `param`, unless its unit is in use or lives on the device. (A unit that
+        lives on the device and is not in use waits for its update; its bytes need no fetch.) `function`: what the user
+        called, for the error."""
         if paged.state is UnitState.IN_USE or paged.is_resident:
             return
         if self.cache.is_closed:
@@ -347,7 +349,8 @@ class Pager:
 
     def _fault_in_saved(self, unit_index: int, version: int | None) -> FlatStorage:
         """Fetch a unit for a saved view that autograd unpacks, and return the unit's storage. `version`: the unit's
-        version when the view was saved. Raises ModelError if the unit's weights have changed since."""
+        version when the view was saved; None: any version will do. Raises ModelError if the unit's weights have changed
+        since."""
         paged = self.units.by_index[unit_index]
         if torch._C._current_graph_task_id() != self.phase.task:
             paged.events.notice_backward()
@@ -378,19 +381,21 @@ class Pager:
     # -- updates -------------------------------------------------------------------------------------------------------
 
     def invalidate(self) -> None:
-        """Drop the device's bytes of trainable units, because their homes are about to change.
+        """Begin a change of all trainable units: evict those that are paged, because their homes are about to change.
+        Those that live on the device keep their bytes and are changed there.
 
-        If other code holds a view of a unit's flat, the flat keeps its memory, filled with NaN, until the unit's next
-        use fetches new values into it."""
+        If other code holds a view of a paged unit's flat, the flat keeps its memory, filled with NaN, until the unit's
+        next use fetches new values into it. Raises ModelError if a paged unit is in use, or if user code has changed
+        parameters but not their homes."""
         for paged in self.units.by_index.values():
             if paged.unit.trainable:
                 self._invalidate(paged)
         self.cache.refuse()
 
     def invalidate_all(self) -> None:
-        """Drop the device's bytes of every unit, frozen ones too, because all units are about to be loaded.
-
-        A frozen unit that lives on the device keeps its bytes: the program may change them at any time."""
+        """Begin a change of every unit, frozen ones too, because all units are about to be loaded. As `invalidate`,
+        with one exception: changes of a frozen unit that lives on the device are no error, because user code may change
+        it at any time."""
         for paged in self.units:
             if paged.unit.trainable or not paged.is_resident:
                 self._invalidate(paged)
@@ -429,7 +434,7 @@ class Pager:
 
     def swap_param_buffers(self) -> None:
         """Swap the "param" and "param_back" homes of each unit. If the unit lives on the device, copy its "param_back"
-        home there instead. After a failure the caller calls this again."""
+        home there instead. If this raises, the caller must call it again before weights are used."""
         self.invalidate()
         for paged in self.units:
             if paged.is_resident and (back := self._inventory.find(paged.unit, "param_back")) is not None:
@@ -515,8 +520,11 @@ class Pager:
 
     @runs_outside_modes
     def watch(self, param: nn.Parameter) -> None:
-        """Copy the values of a parameter in use, because user code is about to get its memory. First compare, and drop,
-        earlier copies of units of which no view is left. [Note: Writes through .data]"""
+        """Copy the values of a parameter in use, because user code is about to get its memory; the copy shows changes
+        later. [Note: Writes through .data]
+
+        First end the watch of each unit of which no view is left, unless a `gathered` block may change the unit:
+        compare its values with their copies, and drop the copies."""
         for paged in [other for other in self._watched if not (other.num_writers or other.storage.is_viewed)]:
             self.cache.look(paged)
             self._watched.discard(paged)
@@ -559,12 +567,12 @@ class WholeWeights:
         self.units = units
 
     def invalidate_all(self) -> None:
-        """Drop the device's bytes of every unit."""
+        """Begin a change of every unit, as `Pager.invalidate_all` does."""
         self._pager.invalidate_all()
 
     def end_update(self) -> None:
-        """Gather every unit after its shards were loaded, and record the values of resident units as new. Blocks;
-        raises RankError."""
+        """Gather every unit of `units`, whose shards have been loaded. Then record the version counters of resident
+        units, as `Pager.end_update` does. Blocks; raises RankError."""
         if self.units:
             with self._recorder.span("compute", "wait_param"):
                 wait_all([self.start(unit) for unit in self.units])

@@ -103,8 +103,9 @@ class Forward4bit:
         return found.to(x.dtype)
 
     def _class_forward(self, x: torch.Tensor, plain: Any) -> torch.Tensor:
-        """Run the `forward` of the layer's class. `plain`: the quant_state with plain tensors as scales. bitsandbytes
-        asks for the address of the scales, and the values of parameters would be watched from then on."""
+        """Run the `forward` of the layer's class with `plain` as the weight's quant_state. `plain` has plain tensors as
+        scales: bitsandbytes asks for their addresses, and a parameter whose address user code has got is watched for
+        changes ([Note: Writes through .data])."""
         weight, state = self._module.weight, self._module.weight.quant_state
         weight.quant_state = plain
         try:
@@ -118,7 +119,8 @@ class Forward4bit:
 
 
 def _fault_in(params: Sequence[nn.Parameter], function: str) -> None:
-    """Fetch the offloaded parameters among `params`. They are passed to no function of torch that would fetch them."""
+    """Fetch the offloaded parameters among `params`. Nothing else fetches them: the layer passes them to no function of
+    torch that does. `function`: what runs, for the error."""
     if guarded := [param for param in params if isinstance(param, OffloadedParameter)]:
         others = [param for param in params if not isinstance(param, OffloadedParameter)]
         require_handler(guarded[0]).fault_in([*guarded, *others], function)

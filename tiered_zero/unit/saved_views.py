@@ -61,7 +61,7 @@ SavedTensor = tuple[torch.Tensor, int]
 
 
 class MovedTensor(Protocol):
-    """A saved tensor that is no view of a flat, and whose bytes have left the device. `counter`: shares the tensor's
+    """A saved tensor that a `TensorMover` moves off the device; it is no view of a flat. `counter`: shares the tensor's
     version counter. `version`: the counter's value when the tensor was saved."""
 
     counter: torch.Tensor
@@ -106,7 +106,7 @@ class SavedViews:
     ) -> None:
         """`fault_in_saved(unit_index, version)`: fetches a unit for the running backward and returns its storage.
         `mover`: gets all saved tensors that are no views of a unit, unless hooks of the program or of a checkpoint get
-        them."""
+        them. None: they stay on the device."""
         self._units = units
         self._fault_in_saved = fault_in_saved
         self._mover = mover
@@ -226,14 +226,15 @@ class SavedViews:
         return pack in (self.pack, self.pack_and_move) or (isinstance(pack, _PackInside) and pack.views is self)
 
     def begin_module(self) -> bool:
-        """Set the hooks that save views by name when a module begins, in two cases: in a recomputation (see
-        `save_recomputed`), and inside of hooks of the program or of a checkpoint. Return True in the second case: the
-        caller then calls `end_inside`.
+        """Set the hooks that save views by name when a module begins, in two cases:
+        * No hooks are set and a backward recomputes the module's forward: see `save_recomputed`.
+        * The innermost hooks belong to the program or to a checkpoint, and grad mode is on. Return True: the caller
+          then calls `end_inside`. In all other cases return False.
 
-        The outer hooks would get the unit's memory itself, and keep it if they copy nothing (`save_on_cpu` if the CPU
-        computes). A checkpoint would hold recomputed weights until the backward of its region ends, and their units
-        could not be evicted. Modules save alike in forward and in the recomputation, because the checkpoint counts the
-        saved tensors."""
+        Without our hooks, theirs would hold the unit's memory, so that the unit could not be evicted: hooks that copy
+        nothing (`save_on_cpu` if the CPU computes) until backward, and a checkpoint, which holds recomputed weights,
+        until the backward of its region ends. Modules save alike in forward and in the recomputation, because the
+        checkpoint counts the saved tensors."""
         top: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if top is None:
             self.save_recomputed()

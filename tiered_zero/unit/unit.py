@@ -202,8 +202,9 @@ class FlatStorage:
     # -- [Note: Writes through .data] ----------------------------------------------------------------------------------
 
     def begin_watch(self) -> None:
-        """Record the version counters of the flat and of the parameters, and copy the watched values again;
-        `end_change` compares with them."""
+        """Begin to look for changes by user code: record the version counters of the flat and of the parameters. If
+        `watch_values` has copied values of parameters, copy their present values instead. `end_change` compares with
+        all of these."""
         self._versions = list(map(_version_of, self._params))
         self._flat_version = self.flat._version
         if self._watched:
@@ -390,8 +391,9 @@ class StepEvents(Protocol):
         (`loss.backward()`), the engine learns here that it has begun."""
 
     def before_use(self, unit: Unit, pass_name: str) -> None:
-        """Record that the pass "forward" or "backward" is about to use `unit`, and that the last use was another one.
-        Called only with several ranks, which must fetch units in the same order, and before the unit is gathered."""
+        """Record that the pass "forward" or "backward" is about to use `unit`. Called only with several ranks, which
+        must fetch units in the same order, and before the unit is gathered. Several uses of one unit in a row, in one
+        pass, are announced once."""
 
     def before_weights_read(self) -> None:
         """Make every update visible, before weights are read between steps."""
