@@ -31,8 +31,8 @@ class TrainingLoader(DataLoader[Any]):
     * A batch counts when the user takes it, not when a worker reads it ahead.
     * A pass ends early if its iterator is dropped, as after `break`. The next pass begins at the first sample.
     * If a state was saved in the middle of a pass, the next `iter()` after loading it gives exactly the remaining
-      batches of that pass. A pass is over when its iterator has raised StopIteration: a state saved between the last
-      batch and this gives an empty pass first.
+      batches of that pass. A pass is over when its iterator has raised StopIteration: a state that was saved after the
+      last batch and before this error gives an empty pass first.
     * Resuming leaves the random generators as they are. Without workers, samples that use random numbers are resumed
       with equal bits. Worker processes have their own generators, which begin again.
     * An IterableDataset has no index: the batches taken before are read again and dropped.

@@ -277,10 +277,11 @@ class Engine(DeepSpeedNames):
 
         Masters always get the saved fp32 values, and parameters get these values rounded. `load_optimizer_states`:
         False starts the optimizer state anew and keeps the present loss scale. `load_lr_scheduler_states`: False keeps
-        the present learning rate schedule. `load_module_only`: True starts the optimizer state anew and keeps all else
-        except the weights: counts, learning rates and their schedule, loss scale, random numbers and the position in
-        the training data. `load_module_strict`: False accepts a checkpoint that lacks parameters or buffers of the
-        model, which keep their values, or that has others, which are ignored. `custom_load_fn`: must be None.
+        the present learning rate schedule. `load_module_only`: True loads only what the module holds, and starts the
+        optimizer state anew. Counts, learning rates and their schedule, loss scale, random numbers and the position in
+        the training data then stay as they are. `load_module_strict`: False accepts a checkpoint that lacks parameters
+        or buffers of the model, which keep their values, or that has others, which are ignored. `custom_load_fn`: must
+        be None.
 
         Raises ModelError, ConfigError or StoreError, with nothing changed, if the checkpoint does not fit. If damage is
         found later, this engine cannot be used any more. No pickle is read. With many ranks every rank calls this; the

@@ -8,8 +8,8 @@ again is read back. So memory does not grow with the model.
 What a window holds at the end of backward is never written: the update copies it from the window, and reads the rest of
 a sub-group's gradients together with the sub-group's state. If an update that began in backward has all that it needs
 of a unit, the unit's window is kept for it. Backward then waits for the update instead of a write, and the gradients
-never go to disk. But the update may itself wait for gradients to arrive, and these may need a window. It then frees no
-window, so during such a wait kept windows are written like others.
+never go to disk. But the update may itself wait for gradients to arrive, and these may need a window. An update that
+waits frees no window, so until these gradients have arrived, kept windows are written like others.
 
 A flat is written in the parts that the update reads, so each part has checksums of its own. Records are scratch: no
 commit names them, and they end with the run. A checkpoint holds the state between two steps, when there are no
