@@ -191,11 +191,6 @@ class UpdatePipeline:
         self._rule.advance_groups(self.view.groups, frozen)
         return frozen
 
-    def record_compute(self) -> Transfer:
-        """Return a transfer that ends when all work launched by compute so far is done. This work may still read
-        parameters that an update writes. Called on the driver thread."""
-        return self.runtime.accelerator.record_compute()
-
     # -- between steps -------------------------------------------------------------------------------------------------
 
     def prefetch(self) -> None:

@@ -182,7 +182,7 @@ class UpdatePolicy(ABC):
 
     def _job(self, gradients: GradientSource, grad_scale: float, **options: Any) -> UpdateJob:
         groups = self._pipeline.freeze_groups()
-        after = self._pipeline.record_compute()
+        after = self._pipeline.runtime.accelerator.record_compute()
         return UpdateJob(gradients=gradients, grad_scale=grad_scale, groups=groups, after=after, **options)
 
     def _step(self, job: UpdateJob) -> None:
@@ -390,13 +390,13 @@ class OverlappedPolicy(UpdatePolicy):
         self._wait_computed()
         self._prefetch()
         frozen = self._pipeline.freeze_groups()
-        self._open = self._open_eagerly(frozen, self._pipeline.record_compute())
+        self._open = self._open_eagerly(frozen, self._runtime.accelerator.record_compute())
         self._start(self._open.job)
 
     def unit_ready(self, unit: Unit) -> None:
         if self._open is not None and self._open.updates(unit) and self.pager.block_unit_for_update(unit):
             self._add_unit_update(unit, self._open.job)
-            self._open.add(unit, self._pipeline.record_compute())
+            self._open.add(unit, self._runtime.accelerator.record_compute())
 
     def prepare(self) -> None:
         if self._open is None:
@@ -408,7 +408,7 @@ class OverlappedPolicy(UpdatePolicy):
         if self._open is not None:
             for unit in self._open.incomplete(self._units):
                 self._add_unit_update(unit, self._open.job)
-            self._open.finish(gradients, self._pipeline.record_compute())
+            self._open.finish(gradients, self._runtime.accelerator.record_compute())
             self._open = None
             return
         job = self._job(gradients, grad_scale)
