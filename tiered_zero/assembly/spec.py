@@ -70,6 +70,7 @@ class RunSpec:
     """Name of a parameter that the optimizer holds -> the index of its param group."""
     rule: UpdateRule
     subgroups: list[SubGroup]
+    sizes: list[SubGroupSize]
     plan: Plan
     sub_group_numel: int
     """The size, in elements, at which sub-groups are cut."""
@@ -91,7 +92,7 @@ class RunSpec:
     def slots(self) -> list[PlannedSlot]:
         """The slots of units, sub-groups and durable copies."""
         plan = self.plan
-        return list_slots(self.units, _sizes(self.layouts), plan.tiers, plan.request, delayed=plan.delayed)
+        return list_slots(self.units, self.sizes, plan.tiers, plan.request, delayed=plan.delayed)
 
     @cached_property
     def trained(self) -> frozenset[str]:
@@ -207,7 +208,7 @@ def _specify(config: Config, *, cut: _Cut, machine: PlannedMachine, ranks: Colle
         in_memory=request.state_tier != "nvme" and not request.splits_state,
         shares_cores=request.shares_cores,
     )
-    subgroups, plan, size = _plan_to_fit(cut_into, units, rule, size, request)
+    subgroups, sizes, plan, size = _plan_to_fit(cut_into, units, rule, size, request)
     check_params(master_format(request.state_format), subgroups, plan.tiers.params, plan.tiers.state)
     return RunSpec(
         config=config,
@@ -219,6 +220,7 @@ def _specify(config: Config, *, cut: _Cut, machine: PlannedMachine, ranks: Colle
         group_of=cut.group_of,
         rule=rule,
         subgroups=subgroups,
+        sizes=sizes,
         plan=plan,
         sub_group_numel=size,
     )
@@ -432,11 +434,11 @@ def _plan_to_fit(
     rule: UpdateRule,
     numel: int,
     request: PlanRequest,
-) -> tuple[list[SubGroup], Plan, int]:
+) -> tuple[list[SubGroup], list[SubGroupSize], Plan, int]:
     """Plan with sub-groups of `numel` elements. If the plan needs more host memory than is allowed, halve the size and
-    plan again, until the plan fits or smaller sub-groups would be too many. Return the sub-groups, the plan, and the
-    size at which sub-groups are cut. `cut_into(numel)`: returns sub-groups of at most `numel` elements, and the sizes
-    of their slots."""
+    plan again, until the plan fits or smaller sub-groups would be too many. Return the sub-groups, the sizes of their
+    slots, the plan, and the size at which sub-groups are cut. `cut_into(numel)`: returns sub-groups of at most `numel`
+    elements, and the sizes of their slots."""
     least = sub_group_numel(1, units)
     while True:
         subgroups, sizes = cut_into(numel)
@@ -445,15 +447,8 @@ def _plan_to_fit(
         plan = make_plan(units, sizes, request)
         half = max(align_up(numel // 2, CUT_NUMEL), least)
         if half >= numel or plan.missing_nbytes("host") <= 0 or not plan.staging.state.count:
-            return subgroups, plan, numel
+            return subgroups, sizes, plan, numel
         numel = half
-
-
-def _sizes(layouts: Iterable[StateLayout]) -> list[SubGroupSize]:
-    return [
-        SubGroupSize(state_nbytes=layout.nbytes, parts=layout.subgroup.parts, embedding=layout.subgroup.embedding)
-        for layout in layouts
-    ]
 
 
 def _limits(config: Config, model: nn.Module, machine: PlannedMachine, ranks: Collectives) -> Limits:
