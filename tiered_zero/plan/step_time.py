@@ -279,8 +279,8 @@ class _Rates:
         seconds = nbytes / (self.machine.update_bytes_per_s or 1.0) + num_sub_groups * PYTHON_S_PER_SUB_GROUP
         return (Job(resource="update", seconds=seconds, order=order),)
 
-    def _job(self, resource: str, nbytes: float, rate: float | None, order: int = 0) -> Jobs:
-        return (Job(resource=resource, seconds=nbytes / rate, order=order),) if nbytes and rate else ()
+    def _job(self, resource: str, nbytes: float, rate: float | None) -> Jobs:
+        return (Job(resource=resource, seconds=nbytes / rate),) if nbytes and rate else ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -350,12 +350,12 @@ class NativeRule(UpdateRule):
         return runs
 
 
-def open_kernel(level: str | None = None, num_threads: int | None = None) -> UpdateKernel | None:
-    """Open the native kernel and pass it torch's square root; return None if the kernel was not built. `level`: the
-    instruction set; None: the environment's choice, or the best that this machine has. `num_threads`: None: all that
-    this process may use. Raises ConfigError for a level that this machine cannot run."""
+def open_kernel(num_threads: int | None = None) -> UpdateKernel | None:
+    """Open the native kernel and pass it torch's square root; return None if the kernel was not built. `num_threads`:
+    None: all that this process may use. Raises ConfigError if the environment names an instruction set that this
+    machine cannot run."""
     path = find_library("_update")
-    return None if path is None else UpdateKernel(path, level, num_threads, find_torch_root())
+    return None if path is None else UpdateKernel(path, num_threads=num_threads, root=find_torch_root())
 
 
 def missing_kernel() -> str:
