@@ -13,15 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 from torch import nn
 
 from tiered_zero.engine.entry import EngineParts
 from tiered_zero.engine.train_step import TrainStep
 from tiered_zero.errors import MissingNameError, ModelError
-
-_Value = TypeVar("_Value")
 
 _OTHER_CHECKPOINTS = (
     "a checkpoint of engine.save_checkpoint() depends on no placement and no number of ranks; engine.load_checkpoint() "
@@ -61,13 +59,12 @@ MISSING: Mapping[str, str] = {
 """Attribute of DeepSpeed's engine that this engine lacks -> what to do instead: the end of the error message."""
 
 
-def _reader(path: str, kind: type[_Value], text: str = "") -> Callable[[DeepSpeedNames], _Value]:
-    """Make a method that returns the config's value at `path` (names joined by dots). `kind`: the value's type. `text`:
-    the method's docstring."""
+def _reader(path: str, text: str = "") -> Callable[[DeepSpeedNames], Any]:
+    """Make a method that returns the config's value at `path` (names joined by dots). `text`: the method's
+    docstring."""
 
-    def read(self: DeepSpeedNames) -> _Value:
-        value: _Value = attrgetter(path)(self._run.config)
-        return value
+    def read(self: DeepSpeedNames) -> Any:
+        return attrgetter(path)(self._run.config)
 
     read.__doc__ = text or f"`{path}` of the config."
     return read
@@ -219,13 +216,13 @@ class DeepSpeedNames(ABC):
     dp_world_size = world_size
     mp_world_size = 1
 
-    gradient_accumulation_steps = _reader("gradient_accumulation_steps", int, "Micro-batches of one update.")
-    train_batch_size = _reader("train_batch_size", int, "Samples of one update.")
-    train_micro_batch_size_per_gpu = _reader("train_micro_batch_size_per_gpu", int, "Samples of one forward.")
-    gradient_clipping = _reader("gradient_clipping", float)
-    zero_optimization_stage = _reader("zero_optimization.stage", int)
-    fp16_enabled = _reader("fp16.enabled", bool)
-    bfloat16_enabled = _reader("bf16.enabled", bool)
+    gradient_accumulation_steps = _reader("gradient_accumulation_steps", "Micro-batches of one update.")
+    train_batch_size = _reader("train_batch_size", "Samples of one update.")
+    train_micro_batch_size_per_gpu = _reader("train_micro_batch_size_per_gpu", "Samples of one forward.")
+    gradient_clipping = _reader("gradient_clipping")
+    zero_optimization_stage = _reader("zero_optimization.stage")
+    fp16_enabled = _reader("fp16.enabled")
+    bfloat16_enabled = _reader("bf16.enabled")
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """Return train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps of the config: the
@@ -233,7 +230,7 @@ class DeepSpeedNames(ABC):
         one update."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
-    steps_per_print = _reader("steps_per_print", int, "Optimizer steps between two log lines; None: no lines.")
+    steps_per_print = _reader("steps_per_print", "Optimizer steps between two log lines; None: no lines.")
 
     @cached_property
     def tput_timer(self) -> ThroughputTimer:
