@@ -16,6 +16,7 @@ from tiered_zero.errors import ConfigError, RankError
 from tiered_zero.hardware.ranks.shard_group import Joinable, ShardGroup, StepHook, notify_join_context
 from tiered_zero.optim.offloaded import OffloadedOptimizer
 from tiered_zero.optim.state_files import describe, rebuild
+from tiered_zero.rules.torch_rule import on_cpu
 from tiered_zero.update.handle import creates_state
 
 logger = logging.getLogger("tiered_zero")
@@ -350,7 +351,7 @@ def _consolidate(
     found: dict[int, dict[str, Any]] = {}
     for rank, params in enumerate(parts):
         for param in params:
-            state = _copied(read(param)) if rank == group.rank else _receive(group, rank)
+            state = on_cpu(read(param)) if rank == group.rank else _receive(group, rank)
             if state:
                 found[indices[id(param)]] = state
     return dict(sorted(found.items()))
@@ -372,10 +373,3 @@ def _receive(group: ShardGroup, source: int) -> dict[str, Any]:
     state: dict[str, Any] = rebuild(json.loads(group.receive(source)), read)
     return state
 
-
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    tensors: list[Tensor] = []
-    described = describe(dict(state), tensors)
-    left: Iterable[Tensor] = iter(tensors)
-    copied: dict[str, Any] = rebuild(described, lambda *_: next(left).detach().to("cpu", copy=True))  # type: ignore[call-overload]
-    return copied

@@ -57,6 +57,15 @@ def copied(value: Any) -> Any:
     return value
 
 
+def on_cpu(value: Any) -> Any:
+    """Copy tensors and plain containers to the CPU; return everything else as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if type(value) in (list, tuple):
+        return type(value)(map(on_cpu, value))
+    return {name: on_cpu(item) for name, item in value.items()} if isinstance(value, Mapping) else value
+
+
 def copied_group(group: Mapping[str, Any]) -> Group:
     """Return a copy of a param group's values, without "params"."""
     own = {**group}

@@ -25,7 +25,7 @@ from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import ParamPiece, Segment
 from tiered_zero.rules.rule import Run, UpdateRule
 from tiered_zero.rules.state_layout import Parts, StateLayout
-from tiered_zero.rules.torch_rule import PROBE_STEPS, changes, flattened, nested, same
+from tiered_zero.rules.torch_rule import PROBE_STEPS, changes, flattened, nested, on_cpu, same
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.tiers.tier import Inventory, leased_slot, read_slot, write_slot
 
@@ -288,7 +288,7 @@ class StateView:
             state[MASTER] = values[MASTER] = master if self.rule.elementwise else piece.param.view(master)
         for name, value in values.items():
             if isinstance(value, (list, tuple, dict)):
-                into[name] = nested({key: _on_cpu(item) for key, item in flattened({name: value}).items()})[name]
+                into[name] = on_cpu(value)
             elif name not in state or not isinstance(value, torch.Tensor):
                 into[name] = value
             elif not self.rule.elementwise:
@@ -559,10 +559,6 @@ class StateView:
             logger.warning(
                 "optimizer state was rounded to tiered_zero.state_format as it was loaded (%d arrays)", num_rounded
             )
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def _cut(piece: ParamPiece, value: torch.Tensor) -> torch.Tensor:
