@@ -341,7 +341,7 @@ class TrainStep:
         if not creates_state(optimizer.param_groups, found.values()):
             return False
         with self.failures.surfacing():
-            optimizer.update(lambda: optimizer.create_state(found))
+            optimizer.update(lambda: self.policy.create_state(found))
         return True
 
     def exchange(self, data: bytes) -> list[bytes]:

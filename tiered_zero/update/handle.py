@@ -22,11 +22,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from tiered_zero.concurrency.interrupts import hold_interrupts
 from tiered_zero.config.schema import SchedulerSection
 from tiered_zero.errors import ConfigError, ModelError
-from tiered_zero.layout.flat import ParamSpec, Unit
-from tiered_zero.layout.subgroups import Segment
 from tiered_zero.rules.lr import build_scheduler
 from tiered_zero.rules.torch_rule import bare_copy
-from tiered_zero.tiers.step_gradients import GradientSource
 from tiered_zero.update.policy import UpdatePolicy
 from tiered_zero.update.state_view import ParamState, StateView
 
@@ -129,11 +126,6 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
             self._policy.failures.set(error)  # state is partly old and partly new
             raise
 
-    def create(self, params: Collection[nn.Parameter]) -> None:
-        """Create the state of `params` by an update with zero gradients, which does not count as a step."""
-        names = self._open().names_of(params)
-        self._policy.update_now(ZeroGradients(names))
-
     @property
     def is_open(self) -> bool:
         return self._view is not None
@@ -152,20 +144,6 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
         if self._view is None:
             raise ModelError("The run is closed, and the optimizer state is gone. Read it before close().")
         return self._view
-
-
-@final
-class ZeroGradients(GradientSource):
-    """Gradients for an update that creates state: zeros for the parameters in `names`, none for others."""
-
-    def __init__(self, names: Collection[str]) -> None:
-        self._names = names
-
-    def has(self, unit: Unit, param: ParamSpec) -> bool:
-        return param.name in self._names
-
-    def part(self, segment: Segment) -> torch.Tensor:
-        return torch.zeros(segment.numel)
 
 
 # -- calls on state ----------------------------------------------------------------------------------------------------
@@ -200,11 +178,6 @@ class TierStateOptimizer(Optimizer):
     @hold_interrupts()
     def _reset(self) -> None:
         self._access.replace({}, self.param_groups)
-
-    def create_state(self, params: Collection[nn.Parameter]) -> None:
-        """Create the state of `params`, as a step with zero gradients would, without counting a step. The engine calls
-        this."""
-        self._access.create(params)
 
     @hold_interrupts()
     def state_dict(self) -> dict[str, Any]:

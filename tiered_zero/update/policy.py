@@ -32,19 +32,37 @@ is on the device, `barrier` is used.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, final
+
+import torch
+from torch import nn
 
 from tiered_zero.concurrency.transfer import Completion, FailureLatch, Transfer, wait_all
 from tiered_zero.errors import EngineFailedError, ModelError
-from tiered_zero.layout.flat import Unit
+from tiered_zero.layout.flat import ParamSpec, Unit
+from tiered_zero.layout.subgroups import Segment
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.tiers.step_gradients import GradientSource, StepGradients
 from tiered_zero.tiers.tier import UnitUpdate
 from tiered_zero.unit.pager import Pager, WholeWeights
 from tiered_zero.update.pipeline import ReadyQueue, UpdateJob, UpdatePipeline, has_gradient
+
+
+@final
+class ZeroGradients(GradientSource):
+    """Gradients for an update that creates state: zeros for the parameters in `names`, none for others."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+
+    def has(self, unit: Unit, param: ParamSpec) -> bool:
+        return param.name in self._names
+
+    def part(self, segment: Segment) -> torch.Tensor:
+        return torch.zeros(segment.numel)
 
 
 class UpdatePolicy(ABC):
@@ -112,11 +130,11 @@ class UpdatePolicy(ABC):
         forbids, the first words of the error message."""
         return
 
-    def update_now(self, gradients: GradientSource) -> None:
-        """Create state by an update with `gradients`, which are all zero. It runs on this thread, changes no weight and
+    def create_state(self, params: Collection[nn.Parameter]) -> None:
+        """Create the state of `params` by an update with zero gradients. It runs on this thread, changes no weight and
         does not count as a step. Called between two steps; other ranks need not call it."""
         self.finish(before_write=True)
-        self._step(self._job(gradients, 1.0))
+        self._step(self._job(ZeroGradients(self.view.names_of(params)), 1.0))
         self._end_update()
 
     def begin_backward(self) -> None:
