@@ -13,7 +13,7 @@ import torch
 from tests.support.inspection.insides import StepGradients, UnitShare
 from tests.support.tier_rig import make_runtime
 from tests.support.units import make_unit
-from tiered_zero.concurrency.transfer import COMPLETED, Completion, Transfer
+from tiered_zero.concurrency.transfer import Completion, Transfer
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
 from tiered_zero.update.policy import GatheringPolicy

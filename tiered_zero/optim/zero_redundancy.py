@@ -372,4 +372,3 @@ def _receive(group: ShardGroup, source: int) -> dict[str, Any]:
 
     state: dict[str, Any] = rebuild(json.loads(group.receive(source)), read)
     return state
-

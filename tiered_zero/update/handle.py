@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from itertools import accumulate, chain
+from itertools import chain, count, islice
 from types import MethodType
 from typing import Any, NoReturn, final
 
@@ -406,7 +406,22 @@ class TieredOptimizer(TierStateOptimizer):
     def checked_group_options(self, options: Any) -> list[dict[str, Any]]:
         """Check `options`, which come from a checkpoint in the form of `group_options()` and are not trusted. Return
         them with missing options filled in. Raises ModelError if the optimizer cannot step with them."""
-        completed = self._completed_options(options)
+        if type(options) is not list or not all(
+            type(new) is dict and type(new.get("params")) is int for new in options
+        ):
+            raise ModelError(
+                'The values of param groups were expected as a list of objects, each with "params": number.'
+            )
+        own = [len(group["params"]) for group in self.param_groups]
+        if (sizes := [new["params"] for new in options]) != own:
+            raise ModelError(
+                f"The checkpoint was expected to have param groups of {own} parameters, as this optimizer has; found "
+                f"{sizes[:20]}. Build the optimizer over the same parameters in the same groups, or load with "
+                "load_optimizer_states=False and load_lr_scheduler_states=False."
+            )
+        ids = count()
+        saved = [{**new, "params": list(islice(ids, new["params"]))} for new in options]
+        _, completed = self._matched({"state": {}, "param_groups": saved})
         self._state_access().check_groups(completed)
         return completed
 
@@ -422,26 +437,6 @@ class TieredOptimizer(TierStateOptimizer):
                     own.copy_(value)
                 elif name not in ("params", *_CODE_OPTIONS):
                     group[name] = value
-
-    def _completed_options(self, options: Any) -> list[dict[str, Any]]:
-        if type(options) is not list or not all(
-            type(new) is dict and type(new.get("params")) is int for new in options
-        ):
-            raise ModelError(
-                'The values of param groups were expected as a list of objects, each with "params": number.'
-            )
-        own = [len(group["params"]) for group in self.param_groups]
-        if (sizes := [new["params"] for new in options]) != own:
-            raise ModelError(
-                f"The checkpoint was expected to have param groups of {own} parameters, as this optimizer has; found "
-                f"{sizes[:20]}. Build the optimizer over the same parameters in the same groups, or load with "
-                "load_optimizer_states=False and load_lr_scheduler_states=False."
-            )
-        starts = list(accumulate(sizes, initial=0))
-        saved = [
-            {**new, "params": range(start, start + new["params"])} for start, new in zip(starts, options, strict=False)
-        ]
-        return self._matched({"state": {}, "param_groups": saved})[1]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if hasattr(self, "_engine"):
