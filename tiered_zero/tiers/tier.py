@@ -334,7 +334,7 @@ class Home:
         address the slot."""
         if (raw := self.tier.view(self.slot)) is None:
             return None
-        start = (segment.unit_start - self.start) * segment.unit.itemsize
+        start = self.offset_of(segment)
         return raw[start : start + segment.nbytes].view(segment.unit.dtype)
 
 

@@ -139,6 +139,11 @@ class UpdateJob:
     on_device: bool | None = None
     computed: Completion = field(default_factory=Completion)
 
+    def fail(self, error: BaseException) -> None:
+        """Make every wait for an update of a unit raise `error`, if the unit is not written yet."""
+        for unit_update in list(self.unit_updates.values()):  # a copy: the driver may add some
+            unit_update.fail(error)
+
 
 def has_gradient(subgroup: SubGroup, gradients: GradientSource) -> bool:
     for segment in subgroup.segments:
@@ -195,8 +200,7 @@ class UpdatePipeline:
 
     def prefetch(self) -> None:
         """Start to read ahead the sub-groups that the next step probably updates first."""
-        if self._stages:
-            self._prefetcher.read()
+        self._prefetcher.read()
 
     def cancel_prefetch(self) -> None:
         """Drop the state that was read ahead. Called before state changes, and after failures."""
@@ -230,7 +234,7 @@ class UpdatePipeline:
                 self._retire(step)
             step.count_skipped(step.queue.take_skipped())
         except BaseException as error:
-            step.fail(error)
+            job.fail(error)
             self._io.cancel([*step.opened, *step.written])
             self._prefetcher.cancel()
             raise
@@ -289,9 +293,7 @@ class UpdatePipeline:
         if ended:  # count the sub-groups skipped last: forward waits for them
             step.count_skipped(step.queue.take_skipped())
             step.job.computed.complete()
-        reads_ahead = self._stages and not step.job.on_device
-        if reads_ahead:
-            self._prefetch(step)
+        self._prefetch(step)
         must_wait = ended
         if self._stages and not (ended or step.opened) and (ready := step.queue.peek()) is not None:
             must_wait = not (self._io.num_free or ready.subgroup.index in self._prefetcher.subgroups)
@@ -300,13 +302,12 @@ class UpdatePipeline:
             self._prefetcher.note_ended(step.written[0])
             step.count_written(step.written.popleft().layout.subgroup)
             must_wait = False
-        if reads_ahead:
-            self._prefetch(step)
+        self._prefetch(step)
         if step.written and not (ended or step.opened):  # a slow write must not delay sub-groups that become ready
             step.queue.wait(POLL_S)
 
     def _prefetch(self, step: _Step) -> None:
-        if step.queue.peek() is None:
+        if self._stages and not step.job.on_device and step.queue.peek() is None:
             if step.queue.has_ended():
                 self._prefetcher.expect_next_step()
             self._prefetcher.read()
@@ -469,10 +470,6 @@ class _Step:
             self._unwritten[index] -= 1
             if not self._unwritten[index] and index in self.job.unit_updates:
                 self.job.unit_updates[index].complete()
-
-    def fail(self, error: BaseException) -> None:
-        for unit_update in list(self.job.unit_updates.values()):
-            unit_update.fail(error)
 
 
 # -- reads ahead -----------------------------------------------------------------------------------------------------

@@ -210,8 +210,7 @@ class UpdatePolicy(ABC):
             self._pipeline.step(job)
         except BaseException as error:
             self.failures.set(error)
-            for unit_update in list(job.unit_updates.values()):
-                unit_update.fail(error)
+            job.fail(error)
             raise
         finally:
             self._end(job)
