@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import pytest
 
 from tests.support.inspection.insides import PlannedMachine, specify_run
-from tiered_zero.assembly.choice import SAME_SHARE, estimate_of
+from tiered_zero.assembly.choice import SAME_SHARE, estimate_of, make_predictor
 from tiered_zero.cli.plan import specify_planned
 from tiered_zero.config.load import load
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.errors import ConfigError, PlanError
+from tiered_zero.native.update import available_cpus
 from tiered_zero.plan.gpt_shape import GPTConfig
 from tiered_zero.plan.machine import Disk, Machine
 from tiered_zero.sizes import GIB, MIB, TIERS
@@ -163,3 +165,26 @@ def test_what_cannot_be_chosen_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_
         specify_run(config, build_gpt(MODEL))
     with pytest.raises(ConfigError, match="expected as_written with 2 ranks"):
         specify_planned(config, build_gpt(MODEL), ranks=2)
+
+
+def test_a_disk_for_activations_alone_is_predicted_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The run's report predicts every step: without the disk's rates no engine could start."""
+    model = build_gpt(GPTConfig(layers=2, hidden=512, context=1024, vocab=256))
+    activations = {"device": "nvme", "nvme_path": str(tmp_path)}
+    config = load(
+        {
+            "train_batch_size": 2,
+            "optimizer": {"type": "AdamW"},
+            "tiered_zero": {"device": "cpu", "activations": activations},
+        }
+    )
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "tiered_zero"
+    disk = replace(rates().disks[0], path=str(tmp_path))
+    here = replace(rates(), name=platform.node(), num_cores=available_cpus(), flops_per_s={"fp32": 1e12}, disks=(disk,))
+    here.save(folder / "machine.json")
+    plan = specify_run(config, model).plan
+    assert make_predictor(config, model)(plan).by_resource["disk write"] > 0
+    replace(here, disks=()).save(folder / "machine.json")
+    with pytest.raises(ConfigError, match="No seconds are predicted: disks"):
+        make_predictor(config, model)(plan)

@@ -382,7 +382,8 @@ def _length(config: Config, model: nn.Module) -> int:
 
 def _paths(config: Config) -> tuple[str, ...]:
     zero = config.zero_optimization
-    return zero.offload_optimizer.nvme_paths or zero.offload_param.nvme_paths
+    activations = config.tiered_zero.activations
+    return zero.offload_optimizer.nvme_paths or zero.offload_param.nvme_paths or activations.nvme_paths
 
 
 def _free_nbytes(paths: Sequence[str], rates: Machine | None) -> int | None:

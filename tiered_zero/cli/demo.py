@@ -88,7 +88,7 @@ def demo(directory: Path, layers: int) -> None:
         raise ConfigError("Plain PyTorch was expected to run out of memory here; it did not. Give a larger --params.")
     click.echo(
         f"\n2. tiered_zero in the same {limit_text}: {format_nbytes(DEVICE_NBYTES)} as the device, "
-        f"{format_nbytes(host_nbytes)} of host memory, the rest on disk."
+        f"{format_nbytes(host_nbytes)} of host memory, the rest on disk. Step 2 also ends the update of step 1."
     )
     with _own_directory(directory) as own:
         here, error = _train(replace(limited, directory=str(own)))

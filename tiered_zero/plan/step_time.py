@@ -150,7 +150,8 @@ def missing_rates(plan: Plan, work: Work, machine: Machine) -> list[str]:
     if not plan.request.shares_cores:
         needed["to_device_bytes_per_s"] = machine.to_device_bytes_per_s
         needed["from_device_bytes_per_s"] = machine.from_device_bytes_per_s
-    if _is_used(plan, "nvme"):
+    on_disk = plan.activations is not None and plan.activations.tier == "nvme" and work.activation_nbytes
+    if _is_used(plan, "nvme") or on_disk:
         needed["disks"] = sum(disk.read_bytes_per_s or 0 for disk in machine.disks)
     return [name for name, rate in needed.items() if not rate]
 
