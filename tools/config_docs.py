@@ -1,10 +1,12 @@
-"""Write the reference: docs/config.md from the schema, and docs/reference.md from the commands and the errors.
+"""Write docs/config.md from the schema, docs/reference.md from the commands and the errors, and the list of files in
+docs/architecture.md from the files' first sentences.
 
 python tools/config_docs.py [--check]    --check: write nothing; exit 1 if a page is not current
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import re
@@ -20,7 +22,9 @@ from tiered_zero.cli.main import COMMANDS, main
 from tiered_zero.config.deepspeed_keys import Fate, Key, table
 from tiered_zero.config.schema import Config
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PACKAGE = ROOT / "tiered_zero"
 
 _HEAD = """# The config
 
@@ -35,6 +39,8 @@ names the nearest one. `tiered-zero explain CONFIG` prints value, source and eff
 * A dotted key at the top level, as `"zero_optimization.reduce_bucket_size"`, is not read, as in DeepSpeed; a notice
   says so.
 """
+
+_FILES = "<!-- Written by tools/config_docs.py from the first sentence of each file; do not edit. -->\n"
 
 
 def type_of(node: dict[str, Any]) -> str:
@@ -155,8 +161,30 @@ def reference() -> str:
     return "\n".join(parts)
 
 
+def first_sentence(path: Path) -> str:
+    """Return the first sentence of a file: of a Python module's docstring, or of a C file's comment."""
+    source = path.read_text(encoding="utf-8")
+    text = ast.get_docstring(ast.parse(source)) or "" if path.suffix == ".py" else source.partition("*/")[0]
+    lines = text.replace("/*", "").replace("\n *", "\n").strip().partition("\n\n")[0]
+    return re.split(r"(?<=[.;])\s", " ".join(lines.split()))[0].rstrip(".;")
+
+
+def with_files(page: str) -> str:
+    """Return the page of the architecture with the section "The files" written anew."""
+    paths = sorted(path for kind in ("py", "c", "h") for path in PACKAGE.rglob(f"*.{kind}"))
+    names = ((path.relative_to(PACKAGE).as_posix(), path) for path in paths if path.stem != "__init__")
+    text = rows(("file", "what it does"), ((f"`{name}`", first_sentence(path)) for name, path in names))
+    head, _, rest = page.partition(_FILES)
+    return f"{head}{_FILES}\n{text}\n## {rest.partition('## ')[2]}"
+
+
 if __name__ == "__main__":
-    for path, text in ((DOCS / "config.md", page()), (DOCS / "reference.md", reference())):
+    architecture = DOCS / "architecture.md"
+    for path, text in (
+        (DOCS / "config.md", page()),
+        (DOCS / "reference.md", reference()),
+        (architecture, with_files(architecture.read_text(encoding="utf-8"))),
+    ):
         if "--check" not in sys.argv[1:]:
             path.write_text(text, encoding="utf-8")
         elif path.read_text(encoding="utf-8") != text:
