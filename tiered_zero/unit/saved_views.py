@@ -157,7 +157,7 @@ class SavedViews:
                 paged.storage.check_converted()
 
     def end(self, saving: saved_tensors_hooks | None) -> None:
-        """Remove `saving`, the hooks that `begin` has returned, unless an interrupt has removed them already."""
+        """Remove `saving`, the hooks that `begin` has returned, unless `abort` has removed them already."""
         if saving is not None and self._is_saving():
             saving.__exit__()
 
