@@ -46,8 +46,8 @@ class TrainStep:
         self.pager, self.parameters = movers.pager, movers.parameters
         self.gradients = movers.gradients
         self.policy, self.runtime, self._drain_lanes = movers.policy, movers.runtime, movers.drain
-        self._reducer = movers.reducer
-        self._marks_uses = movers.reducer is not None and movers.reducer.marks_uses
+        self._reducer = reducer = movers.reducer
+        self._marks_uses = reducer is not None and reducer.reduces_in_backward and not reducer.shards_params
         self.phase: CallPhase = movers.pager.phase
         self.overflow = overflow
         num_threads = torch.get_num_threads() if self.runtime.accelerator.shares_cores else 0
@@ -183,7 +183,7 @@ class TrainStep:
         if pass_name == "backward":
             self.arrivals.note_backward(unit)
         elif self.pager.frames and (self.phase.records or torch.is_grad_enabled()):
-            self._reducer.note_forward(unit.index)
+            self._reducer.order.note_forward(unit.index)
 
     # -- the engine's calls --------------------------------------------------------------------------------------------
 

@@ -90,7 +90,7 @@ class GradientArrivals:
         """Record that the forward of a module that owns `units` begins. `inputs`: the module's arguments. Called on the
         driver thread, for a forward that autograd records or will recompute."""
         if self._reducer is not None:
-            self._reducer.note_use(units, inputs, self._pass_mark)
+            self._reducer.uses.note(units, inputs, self._pass_mark)
 
     def note_backward(self, unit: Unit) -> None:
         """Record that a backward begins to use a unit. Called before the unit's shards are gathered."""

@@ -122,9 +122,9 @@ class GradientReducer:
         self._sources: dict[int, Mapping[int, torch.Tensor]] = {}
         """Unit index -> parameter index -> this rank's gradient [numel], from which the unit's buckets are filled. Made
         with the unit's first bucket; a later gradient waits in `UnitGradients.waiting`."""
-        self._uses = UnitUses()
-        """Decides when a bucket is reduced if parameters are whole."""
-        self._order = UseOrder()
+        self.uses = UnitUses()
+        """Decides when a bucket is reduced if parameters are whole. Its marks must call `pass_mark`."""
+        self.order = UseOrder()
         """Decides when a bucket is reduced if parameters are gathered in backward."""
         parts = [part for bucket in reduction.buckets for part in bucket.parts]
         self._bucket_order = [part.unit.index for part in parts if part.is_first]
@@ -144,28 +144,11 @@ class GradientReducer:
 
     # -- in backward ---------------------------------------------------------------------------------------------------
 
-    def note_use(self, units: Iterable[Unit], inputs: Sequence[Any], on_met: Callable[[UseMark], None]) -> None:
-        """Record that the forward of a module that owns `units` begins, with the arguments `inputs`. Called for a
-        forward that autograd records or recomputes. `on_met` must call `pass_mark`. See [Note: Marks of uses]."""
-        self._uses.note(units, inputs, on_met)
-
-    @property
-    def marks_uses(self) -> bool:
-        """Whether `note_use` must be called."""
-        return self.reduces_in_backward and not self.shards_params
-
-    def note_forward(self, index: int) -> None:
-        """Record that a forward begins to use a gathered unit. Called for a forward that autograd records or
-        recomputes."""
-        self._order.note_forward(index)
-
     def note_backward(self, index: int) -> None:
         """Record that a backward begins to use a gathered unit. Reduce the next buckets, as long as backward has passed
-        all their units."""
-        if not self.is_open:
-            return
-        self._order.note_backward(index)
-        while self._queue and not any(map(self._order.is_awaited, self._queue[0].units)):
+        all their units. Called while a backward that reduces is open."""
+        self.order.note_backward(index)
+        while self._queue and not any(map(self.order.is_awaited, self._queue[0].units)):
             self._reduce(self._queue.popleft())
 
     @property
@@ -182,7 +165,7 @@ class GradientReducer:
         self.is_open = True
         self._is_last = False
         units = self._units.values()
-        is_expected = self._order.is_expected if self.shards_params else self._uses.is_expected
+        is_expected = self.order.is_expected if self.shards_params else self.uses.is_expected
         flags = [is_expected(index) for index in self._units]
         flags += [each.is_unreduced or (each.shard is None and each.holds_sums) for each in units]
         self._num_backwards += 1
@@ -198,12 +181,12 @@ class GradientReducer:
                 self._store.promote(each)
         self._is_last = is_last
         self._queue = deque(bucket for bucket in self._reduction.buckets if bucket.units & self._receiving)
-        self._order.begin_backward(index for index in self._bucket_order if index in self._receiving)
+        self.order.begin_backward(index for index in self._bucket_order if index in self._receiving)
 
     def pass_mark(self, mark: UseMark) -> None:
-        """Record that the backward has reached a mark that `note_use` has set, and reduce the next buckets that are
+        """Record that the backward has reached a mark that `uses` has set, and reduce the next buckets that are
         complete."""
-        self._uses.meet(mark)
+        self.uses.meet(mark)
         self.reduce_complete()
 
     def reduce_complete(self) -> None:
@@ -219,19 +202,19 @@ class GradientReducer:
         while self._queue:
             self._reduce(self._queue.popleft())
         self.is_open = False
-        self._uses.end_backward(self._units.values())
+        self.uses.end_backward(self._units.values())
 
     def abort(self) -> None:
         """Drop the backward that is under way. Every rank calls this."""
         self._queue.clear()
         self._sources.clear()
-        self._uses.abort()
-        self._order.end_step()
+        self.uses.abort()
+        self.order.end_step()
         self.is_open = False
 
     def _is_complete(self, index: int) -> bool:
         # in `_sources`: an earlier bucket has taken the gradients
-        return index in self._sources or self._uses.is_complete(self._units[index])
+        return index in self._sources or self.uses.is_complete(self._units[index])
 
     def _waits_apart(self, index: int) -> bool:
         """Return whether buckets take the unit's gradients from `UnitGradients.waiting`; otherwise they take them from
@@ -270,8 +253,8 @@ class GradientReducer:
                     each.wait_transfers()  # the host reads the gradients
             own, bad = self._sum_squares()
             squares, bad = self._add_squares(own, bad, json.dumps(group_values).encode())
-        self._uses.end_step()
-        self._order.end_step()
+        self.uses.end_step()
+        self.order.end_step()
         self._num_backwards = 0
         self._num_steps += 1
         return check_squares(squares, self._names.get(bad), loss_scale, max_norm)
