@@ -189,7 +189,7 @@ class Checkpoints:
             self.wait()
             with self._policy.failures.surfacing():
                 self._policy.finish(before_write=True)
-                self._weights.invalidate_all()  # raises while units are in use
+                self._weights.pager.invalidate_all()  # raises while units are in use
 
         return find_together(self._ranks, load_dir, look, prepare)
 
@@ -215,7 +215,7 @@ class Checkpoints:
             _check_together(self._ranks, check)
             if place is not None:
                 place()
-                self._weights.invalidate_all()
+                self._weights.pager.invalidate_all()
             reader, matched, driver = checked[0]
             self._overwrite(found.path, partial(self._read, reader, matched, driver, parts))
             return dict(driver["client_state"])
@@ -254,7 +254,7 @@ class Checkpoints:
         checked: list[tuple[Matched, dict[str, Any]]] = []
         agree(self._ranks, f"{_LOAD}: its contents", lambda: checked.append(self._check(adoption.manifest, EVERYTHING)))
         place()
-        self._weights.invalidate_all()
+        self._weights.pager.invalidate_all()
         matched, driver = checked[0]
 
         def restore() -> None:

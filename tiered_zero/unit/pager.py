@@ -563,12 +563,8 @@ class WholeWeights:
     def __init__(self, runtime: Runtime, pager: Pager, units: Sequence[Unit]) -> None:
         self._accelerator = runtime.accelerator
         self._collectives, self._recorder = runtime.collectives, runtime.recorder
-        self._pager = pager
+        self.pager = pager
         self.units = units
-
-    def invalidate_all(self) -> None:
-        """Begin a change of every unit, as `Pager.invalidate_all` does."""
-        self._pager.invalidate_all()
 
     def end_update(self) -> None:
         """Gather every unit of `units`, whose shards have been loaded. Then record the version counters of resident
@@ -576,12 +572,12 @@ class WholeWeights:
         if self.units:
             with self._recorder.span("compute", "wait_param"):
                 wait_all([self.start(unit) for unit in self.units])
-        self._pager.end_update()
+        self.pager.end_update()
 
     def start(self, unit: Unit) -> Transfer:
         """Start to gather the shards of all ranks into the unit's flat, where this rank's shard has its new values
         already."""
-        flat = self._pager.storage(unit).flat.data  # has another version counter, so saved views stay valid
+        flat = self.pager.storage(unit).flat.data  # has another version counter, so saved views stay valid
         shard = unit.shard(self._collectives.rank)
         own, name = flat[shard.start : shard.stop], f"the parameters of {unit.name}"
         after = [self._accelerator.record_compute()]  # compute may still read the earlier shards
