@@ -194,6 +194,6 @@ def step_against_save(swap_path: str, save_dir: str) -> str:
 
 def test_a_save_on_one_rank_alone_is_found(ranks: RankPool, tmp_path: Path, swap_path: Path) -> None:
     first, second = ranks.run(step_against_save, 2, str(swap_path), str(tmp_path))
-    assert "rank 1 makes another call, such as save_checkpoint()" in first or "rank 1: save_checkpoint" in first
+    assert "rank 1: save_checkpoint" in first
     assert "rank 1: save_checkpoint" in second or "Rank 0 failed" in second
     assert list_tags(tmp_path) == []

@@ -501,8 +501,6 @@ class BucketMemory:
 
 def _text(call: tuple[bytes, int, int, int], counts: bool) -> str:
     kind, number, part, num_sums = call
-    if kind == b"{":  # a JSON message of `agree`
-        return "makes another call, such as save_checkpoint()"
     where = f"is at step {number}, micro-batch {part}" if kind == _STEP else f"runs backward {part} after step {number}"
     return f"{where}, with {num_sums} sums of gradients" if counts else where
 
