@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -95,10 +96,19 @@ class World:
     def check_guarded(self, index: int) -> None:
         assert all(isinstance(param, OffloadedParameter) for param in self.params[index])
 
+    @contextmanager
+    def frame(self, units: Sequence[Unit] = ()) -> Iterator[None]:
+        """A module that owns `units`."""
+        self.pager.enter_frame(units)
+        try:
+            yield
+        finally:
+            self.pager.exit_frame()
+
     def use(self, *indices: int) -> None:
         """One module each, one after another."""
         for index in indices:
-            with self.pager.frame([self.units[index]]):
+            with self.frame([self.units[index]]):
                 self.check_in_use(index)
 
     def fetches(self) -> list[int]:

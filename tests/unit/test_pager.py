@@ -26,7 +26,7 @@ def test_the_four_states_and_back() -> None:
     world.check_guarded(0)
     for _ in range(2):
         world.use(0, 1)
-    with world.pager.frame([world.units[0]]):
+    with world.frame([world.units[0]]):
         assert (world.state(0), world.state(1)) == (UnitState.IN_USE, UnitState.FETCHING)
         world.check_guarded(1)  # its bytes are there or on their way, but nobody has waited for them
         assert world.live_pages == 2
@@ -36,22 +36,15 @@ def test_the_four_states_and_back() -> None:
 
 def test_nested_frames_hold_until_the_last_ends() -> None:
     world = World([1, 1])
-    pager, (outer, inner) = world.pager, world.units
-    with pager.frame([outer]):
-        with pager.frame([outer, inner]):
+    outer, inner = world.units
+    with world.frame([outer]):
+        with world.frame([outer, inner]):
             world.check_in_use(0)
             world.check_in_use(1)
         world.check_in_use(0)
         world.check_guarded(1)
     world.check_guarded(0)
     assert world.fetches() == [0, 1]
-
-
-def test_a_frame_ends_by_an_exception_too() -> None:
-    world = World([1])
-    with pytest.raises(ValueError, match="inside"), world.pager.frame(world.units):
-        raise ValueError("inside")
-    assert world.state(0) is UnitState.OFFLOADED and world.pager.is_called_directly()
 
 
 def test_updates_end_before_anything_is_written_by_hand() -> None:
@@ -68,7 +61,7 @@ def test_updates_end_before_anything_is_written_by_hand() -> None:
 def test_functional_use_inside_a_frame_holds_until_it_ends() -> None:
     world = World([1, 1])
     world.pager.phase.now = Phase.FORWARD
-    with world.pager.frame([world.units[0]]):
+    with world.frame([world.units[0]]):
         assert torch.equal((world.params[1][0] * 1).detach(), world.values[1][: world.params[1][0].numel()])
         assert world.state(1) is UnitState.IN_USE
     assert world.state(1) is UnitState.OFFLOADED
@@ -85,18 +78,18 @@ def test_functional_use_between_steps_is_refused_by_name() -> None:
 
 def test_two_parameters_of_one_call_do_not_evict_each_other() -> None:
     world = World([1, 1], live=2)
-    with world.pager.frame():
+    with world.frame():
         total = world.params[0][1] + world.params[1][1]
     assert total.isfinite().all()
     tight = World([1, 1], live=1)
-    with tight.pager.frame(), pytest.raises(BudgetError, match=r"Unit u1 needs .*on it: u0"):
+    with tight.frame(), pytest.raises(BudgetError, match=r"Unit u1 needs .*on it: u0"):
         tight.params[0][1] + tight.params[1][1]
 
 
 def test_backward_finds_the_saved_view_wherever_the_bytes_are() -> None:
     world = World([1])
     storage = world.pager.storage(world.units[0])
-    with world.pager.frame(world.units):
+    with world.frame(world.units):
         saved = world.pager.saved_views.pack(world.params[0][0].detach().view(-1))
     assert isinstance(saved, SavedView)
     assert not storage.is_full
@@ -112,7 +105,7 @@ def test_backward_finds_the_saved_view_wherever_the_bytes_are() -> None:
 def test_the_cap_is_hard() -> None:
     world = World([2, 1, 1], live=3)
     first, second, third = world.units
-    with world.pager.frame([first]), world.pager.frame([second]):
+    with world.frame([first]), world.frame([second]):
         with pytest.raises(BudgetError, match=r"Unit u2 needs .* already fill .*on it: u0, u1.*stage3_max_live"):
             world.pager.begin_gather(world.pager.units.by_index[third.index])
         assert world.live_pages == 3
@@ -159,7 +152,7 @@ def test_prefetching_stays_within_its_bucket() -> None:
             world.use(0, 1, 3, 2)
         if bucket in (2, 3):
             ahead = [1, 3]
-        with world.pager.frame([world.units[0]]):
+        with world.frame([world.units[0]]):
             ready = [index for index in range(4) if world.state(index) is UnitState.FETCHING]
             assert ready == ahead, f"bucket of {bucket}"
 
@@ -170,7 +163,7 @@ def test_the_next_unit_is_prefetched_even_where_it_is_larger_than_the_bucket() -
     for _ in range(2):
         world.use(0, 1, 2, 3)
     for index, ahead in ((0, 1), (1, 2), (2, 3)):
-        with world.pager.frame([world.units[index]]):
+        with world.frame([world.units[index]]):
             ready = [other for other in range(4) if world.state(other) is UnitState.FETCHING]
             assert ready == [ahead], "one ahead, and no more than one"
     assert world.peak_pages == 9, "charged, within the window"
@@ -218,7 +211,7 @@ def test_a_wrong_guess_costs_nothing_but_time() -> None:
     for _ in range(2):
         world.use(0, 1, 2)
     world.tier.refusing.add(("fetch", "u9"))
-    with world.pager.frame([world.units[0]]):
+    with world.frame([world.units[0]]):
         assert world.state(1) is UnitState.FETCHING
     world.use(2)  # not 1
     assert world.peak_pages == 2
@@ -241,7 +234,7 @@ def test_backward_holds_a_unit_until_its_gradients_are_there() -> None:
 
 def test_a_storage_that_is_viewed_keeps_its_memory() -> None:
     world = World([1, 1], live=1)
-    with world.pager.frame([world.units[0]]):
+    with world.frame([world.units[0]]):
         view = world.params[0][1].detach()
     assert world.state(0) is UnitState.OFFLOADED
     assert torch.equal(view, world.values[0][world.units[0].entries[1].start :][:372])
@@ -249,13 +242,13 @@ def test_a_storage_that_is_viewed_keeps_its_memory() -> None:
         world.pager.begin_gather(world.pager.units.by_index[1])
     assert torch.equal(view, world.values[0][world.units[0].entries[1].start :][:372]), "not for any other's sake"
     world.use(0)  # read again in place
-    with world.pager.frame([world.units[0]]):
+    with world.frame([world.units[0]]):
         assert view.data_ptr() == world.params[0][1].data_ptr()
 
 
 def test_memory_is_found_again_once_its_last_view_is_gone() -> None:
     world = World([1, 1], live=1)
-    with world.pager.frame([world.units[0]]):
+    with world.frame([world.units[0]]):
         view = world.params[0][1].detach()
     del view
     world.use(1)
@@ -267,7 +260,7 @@ def test_a_viewed_unit_stops_a_prefetch_and_raises_nothing() -> None:
     world.pager.phase.now = Phase.FORWARD
     for _ in range(2):
         world.use(0, 1)
-    with world.pager.frame([world.units[0]]):
+    with world.frame([world.units[0]]):
         view = world.params[0][1].detach()
         assert world.state(1) is UnitState.OFFLOADED
     world.use(0)
@@ -285,7 +278,7 @@ def test_invalidate_evicts_the_trainable_ones() -> None:
     assert [world.state(index) for index in (0, 1)] == [UnitState.CACHED, UnitState.CACHED]
     world.pager.invalidate()
     assert [world.state(index) for index in (0, 1)] == [UnitState.OFFLOADED, UnitState.CACHED]
-    with world.pager.frame([world.units[0]]), pytest.raises(ModelError, match=r"u0 is in use by tiered_zero\.gathered"):
+    with world.frame([world.units[0]]), pytest.raises(ModelError, match=r"u0 is in use by tiered_zero\.gathered"):
         world.pager.invalidate()
 
 
@@ -331,7 +324,7 @@ def test_a_failed_fetch_raises_and_leaves_nothing_behind(how: str) -> None:
     world = World([1, 1], live=1)
     getattr(world.tier, how).add(("fetch", "u0"))
     for _ in range(2):
-        with pytest.raises(TransferError), world.pager.frame([world.units[0]]):
+        with pytest.raises(TransferError), world.frame([world.units[0]]):
             pytest.fail("in use without its bytes")
         assert world.state(0) is UnitState.OFFLOADED
         world.check_guarded(0)
@@ -362,7 +355,7 @@ def test_a_unit_that_finds_no_memory_is_charged_nothing(monkeypatch: pytest.Monk
     world = World([1, 1], live=1)
     fail_fills(monkeypatch, world, 0, times=8)
     for _ in range(4):
-        with pytest.raises(torch.OutOfMemoryError), world.pager.frame([world.units[0]]):
+        with pytest.raises(torch.OutOfMemoryError), world.frame([world.units[0]]):
             pytest.fail("in use without memory")
         assert world.live_pages == 0 and world.pager.cache._live_nbytes == 0
         assert world.state(0) is UnitState.OFFLOADED
@@ -376,7 +369,7 @@ def test_a_unit_that_finds_no_memory_is_fetched_once_idle_ones_are_gone(monkeypa
         world.use(0, 1)
     assert world.live_pages > 0, "kept, for it is expected again soon"
     log = fail_fills(monkeypatch, world, 2, times=1)
-    with world.pager.frame([world.units[2]]):
+    with world.frame([world.units[2]]):
         world.check_in_use(2)
     assert log == ["fill", "release at 0", "fill"]
 
@@ -387,7 +380,7 @@ def test_a_prefetch_that_finds_no_memory_is_left_out(monkeypatch: pytest.MonkeyP
     for _ in range(2):
         world.use(0, 1)
     log = fail_fills(monkeypatch, world, 1, times=1)
-    with world.pager.frame([world.units[0]]):
+    with world.frame([world.units[0]]):
         assert log == ["fill"] and world.state(1) is UnitState.OFFLOADED
     world.use(1)
     assert log == ["fill", "fill"]
@@ -443,7 +436,7 @@ def test_memory_stays_while_a_transfer_still_writes_it(monkeypatch: pytest.Monke
         raise KeyboardInterrupt
 
     monkeypatch.setattr(accelerator, "wait_on_compute", interrupted)
-    with pytest.raises(KeyboardInterrupt), world.pager.frame([world.units[0]]):
+    with pytest.raises(KeyboardInterrupt), world.frame([world.units[0]]):
         pass
     assert (world.state(0), world.live_pages) == (UnitState.FETCHING, 1)
     world.use(0)
@@ -520,7 +513,7 @@ def test_a_unit_on_the_device_is_guarded_until_its_update_and_then_free_between_
 def test_copies_come_from_wherever_the_bytes_are() -> None:
     world = World([1, 1, 1], resident=[2])
     # this tier's slots have no views and OffloadedParams no buffers: what is on the device is copied from there
-    with world.pager.frame([world.units[0]]):
+    with world.frame([world.units[0]]):
         for index in (0, 2):
             for entry, param in zip(world.units[index].entries, world.params[index], strict=True):
                 copied = world.pager.copies.take(param)

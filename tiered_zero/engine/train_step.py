@@ -241,8 +241,12 @@ class TrainStep:
             if not (torch.is_grad_enabled() and module.training):
                 self.policy.prepare_evaluation()
             self.meter.num_tokens += num_tokens if torch.is_grad_enabled() else 0
-            with self.pager.frame(), self.pager.saved_views.saving():
-                return module(*args, **kwargs)
+            self.pager.enter_frame(())
+            try:
+                with self.pager.saved_views.saving():
+                    return module(*args, **kwargs)
+            finally:
+                self.pager.exit_frame()
 
     def backward(self, loss: torch.Tensor, retain_graph: bool, by_steps: bool) -> None:
         """Run backward of the scaled `loss`. `by_steps`: divide the loss by the accumulation steps."""

@@ -4,8 +4,8 @@ here."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import final
@@ -217,17 +217,8 @@ class Pager:
 
     # -- entry points ----------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def frame(self, units: Sequence[Unit] = ()) -> Iterator[None]:
-        """Open a frame that holds `units` in use for the length of the block, and close it at the end, also after an
-        exception."""
-        self.enter_frame(units)
-        try:
-            yield
-        finally:
-            self.exit_frame()
-
     def enter_frame(self, units: Sequence[Unit]) -> None:
+        """Open a frame that holds `units` in use until `exit_frame`."""
         is_outermost, thread = not self.frames, threading.get_ident()
         if is_outermost or self.frames[-1].thread != thread:  # else this thread was admitted already
             self.driver.check("A module's forward")
