@@ -50,11 +50,6 @@ class OffloadedParams:
         self._accelerator, self._ranks = runtime.accelerator, runtime.collectives
         self._on_change, self._cuts = on_change, cuts
 
-    def is_part(self, unit: Unit) -> bool:
-        """Return whether the unit's home holds only this rank's shard of the unit."""
-        home = self._inventory.find(unit, "param")
-        return home is not None and home.slot.nbytes < unit.nbytes
-
     def read(self, unit: Unit) -> torch.Tensor:
         """Return a copy of the values of a unit that has a home: [P] of its dtype, on the CPU. If the home holds a
         shard, gather all shards."""
@@ -204,7 +199,7 @@ class ParamCopies:
         places = [
             (paged, paged.unit.entries[paged.params[p]]) for p in params if (paged := self._units.by_param.get(p))
         ]
-        if not any(self._offloaded_params.is_part(paged.unit) for paged, _ in places):
+        if all(paged.own == slice(0, paged.unit.numel) for paged, _ in places):
             return
         needed_nbytes = sum(entry.param.numel * paged.unit.itemsize for paged, entry in places)
         shares = self._ranks.exchange(str(available_host_nbytes() // local_world_size()).encode(), "state_dict()")
