@@ -315,3 +315,24 @@ def test_hooks_see_sums_of_16_bit_gradients_in_fp32(device: str, threshold: int,
         assert torch.equal(weight.grad, 0.75 * first)
         assert weight.grad_dtype == torch.bfloat16
         engine.step()
+
+
+@places
+def test_a_hook_that_raises_leaves_the_dtype_of_gradients(device: str, threshold: int, swap_path: Path) -> None:
+    """The sum that the hook saw was fp32."""
+
+    def fail(param: nn.Parameter) -> None:
+        assert param.grad is not None
+        if param.grad.dtype == torch.float32:
+            raise ValueError("inside")
+
+    with build(swap_path, device, threshold, bf16={"enabled": True}) as engine:
+        weight = engine.module[2].weight
+        weight.register_post_accumulate_grad_hook(fail)
+        x = torch.ones(4, 8, dtype=torch.bfloat16)
+        engine.backward(engine(x).square().mean())
+        with pytest.raises(ValueError, match="inside"):
+            engine.backward(engine(x).square().mean())
+        assert weight.grad_dtype == torch.bfloat16
+        engine.backward(engine(x).square().mean())
+        engine.step()

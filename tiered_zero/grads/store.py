@@ -477,6 +477,8 @@ class GradientStore:
             for param in self._places:
                 if (grad := GRAD_SLOT.__get__(param)) is not None:
                     GRAD_SLOT.__set__(param, None)
+                    if param.grad_dtype is None:  # set by `show_sum` in a backward that has failed
+                        param.grad_dtype = param.dtype
                     found.append((param, grad))
         return found
 
