@@ -1,9 +1,10 @@
 """A model that is built on the meta device gets the values that it would have got on the CPU, unit by unit."""
 
+import errno
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -382,6 +383,18 @@ def test_a_directory_that_does_not_say_its_files_is_refused(
         (tmp_path / name).write_text("[]")
     with pytest.raises(ModelError, match=text):
         initialized(on_meta(gpt2), weights=str(tmp_path / path))
+
+
+def test_a_path_that_cannot_be_looked_into_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name longer than names may be, and a directory of another user."""
+
+    def refuse(path: Path) -> Iterator[Path]:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    for path in ("x" * 300, str(tmp_path)):
+        with pytest.raises(ModelError, match=rf"tiered_zero\.weights: {path} cannot be read \(.*\)\. Name a"):
+            initialized(on_meta(gpt2), weights=path)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])

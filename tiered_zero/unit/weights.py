@@ -27,7 +27,7 @@ from torch import nn
 
 from tiered_zero.errors import ModelError
 from tiered_zero.layout.flat import ParamSpec
-from tiered_zero.record.files import kind_text
+from tiered_zero.record.files import error_text, kind_text
 from tiered_zero.sizes import MIB, format_nbytes
 
 WHOLE = "model.safetensors"
@@ -63,8 +63,13 @@ def weight_paths(given: Sequence[str]) -> list[str]:
 
 
 def _files_of(path: Path) -> Iterator[Path]:
-    if path.is_dir():
-        path = _of_directory(path)
+    try:
+        if path.is_dir():
+            path = _of_directory(path)
+    except OSError as error:
+        raise ModelError(
+            f"tiered_zero.weights: {path} cannot be read ({error_text(error)}). Name a path that this user may read."
+        ) from error
     if path.name.endswith(INDEX_SUFFIX):
         yield from _of_index(path)
     else:
