@@ -499,7 +499,9 @@ class GradientStore:
             index = entry.param.index
             if index not in gradients.norms or index in gradients.shown:  # a user may have changed the gradient
                 if gradients.paged is not None:
-                    norms[index] = self._norm_at_home(gradients, entry)
+                    assert not gradients.frozen, "measured on arrival: the update frees it"
+                    with gradients.opened() as flat:
+                        norms[index] = self._norms.of(flat[entry.start : entry.stop])
                     continue
                 grad = gradients.flat[entry.start : entry.stop]
                 (missing if grad.is_cpu else on_device)[index] = grad
@@ -511,11 +513,6 @@ class GradientStore:
             (entry.param, norms[index] if (index := entry.param.index) in norms else gradients.norms[index])
             for gradients, entry in found
         ]
-
-    def _norm_at_home(self, gradients: UnitGradients, entry: FlatEntry) -> Norm:
-        assert gradients.paged is None or not gradients.frozen, "measured on arrival: the update frees it"
-        with gradients.opened() as flat:
-            return self._norms.of(flat[entry.start : entry.stop])
 
     def _found(self) -> list[tuple[UnitGradients, FlatEntry]]:
         """Return (the unit's gradients, the parameter's entry) for each parameter with a gradient in this step, in the
