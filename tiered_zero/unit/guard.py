@@ -185,20 +185,16 @@ def _watch(tensor: torch.Tensor) -> None:
         handler.watch(param)
 
 
-def as_part(found: torch.Tensor) -> torch.Tensor:
-    """Return `found`, the result of indexing a parameter in use. If it is a view, give it the class `_PartInUse`, which
-    lets the engine find writes through it."""
-    if type(found) is torch.Tensor:
+def _index(tensor: torch.Tensor, index: Any) -> torch.Tensor:
+    """Index a parameter in use, or a part of one. If the result is a view, give it the class `_PartInUse`, which lets
+    the engine find writes through it."""
+    found = torch.Tensor.__getitem__(tensor, index)
+    if not torch.compiler.is_compiling() and type(found) is torch.Tensor:
         with torch._C.DisableTorchFunction():  # so that the user's modes see the same calls as in plain PyTorch
             is_view = found._is_view()
         if is_view:
             found.__class__ = _PartInUse
     return found
-
-
-def _index(tensor: torch.Tensor, index: Any) -> torch.Tensor:
-    found = torch.Tensor.__getitem__(tensor, index)
-    return found if torch.compiler.is_compiling() else as_part(found)
 
 
 def _detach(param: nn.Parameter) -> torch.Tensor:
