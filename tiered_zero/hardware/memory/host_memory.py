@@ -1,7 +1,7 @@
 """Allocate host memory: one block of exactly the planned size, from which named slots are taken.
 
-A staging pool leases the equal buffers of one slot. If no buffer is free, the caller waits. `BlockPool` and `HeapTrim`
-serve blocks that are allocated and freed many times in a step: activations that return from disk, if the CPU computes.
+A staging pool leases the equal buffers of one slot. If no buffer is free, the caller waits. `HeapTrim` serves blocks
+that are allocated and freed many times in a step: activations that are moved to disk, if the CPU computes.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import math
 import mmap
 import threading
 import time
-import weakref
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -340,56 +338,6 @@ class StagingPool:
             f"{self.kind} buffers; none was released. Held, oldest first, by:{table}\n"
             "This is a stalled transfer or a deadlock in the schedule; the run can be resumed from its last checkpoint."
         )
-
-
-@final
-class BlockPool:
-    """Makes tensors that have a memory mapping each, and reuses the mapping of a freed tensor for the next one of its
-    size. One thread calls `take`; any thread may free tensors.
-
-    The system clears a new mapping when it is touched, at 1.6 GB/s per core where this was measured, while the disk
-    read 4 GB/s. A step of GPT-2 30M (1,024 tokens, activations on NVMe), alone on two cores, took 1.84 s with the pool.
-    With a new mapping for each block it took 1.89 s, and the peak of memory was 110 MiB lower. `mapped_nbytes`: bytes
-    of all mappings, used and free."""
-
-    def __init__(self, nbytes: int) -> None:
-        """Make an empty pool. `nbytes`: the limit of all mappings, used and free; free mappings beyond it are
-        dropped."""
-        self._nbytes = nbytes
-        self.mapped_nbytes = 0
-        self._returned: deque[mmap.mmap] = deque()
-        self._free: list[mmap.mmap] = []
-
-    def take(self, nbytes: int) -> torch.Tensor:
-        """Return a tensor of whole pages for `nbytes`: [n] uint8, of undefined content."""
-        self._collect()
-        size = align_up(nbytes, PAGE_NBYTES)
-        found = next((index for index in reversed(range(len(self._free))) if len(self._free[index]) == size), None)
-        if found is not None:
-            mapping = self._free.pop(found)
-        else:
-            self._shrink(self._nbytes - size)
-            # not inherited by forked children, like HostArena's memory
-            mapping = map_memory(size, "MADV_HUGEPAGE", "MADV_DONTFORK")
-            self.mapped_nbytes += size
-        memory = memoryview(mapping)  # lives as long as the tensor's storage
-        weakref.finalize(memory, self._returned.append, mapping).atexit = False
-        return torch.frombuffer(memory, dtype=torch.uint8)
-
-    def trim(self) -> None:
-        """Return the memory of free mappings to the system."""
-        self._collect()
-        self._shrink(0)
-
-    def _collect(self) -> None:
-        while self._returned:
-            self._free.append(self._returned.popleft())
-
-    def _shrink(self, nbytes: int) -> None:
-        """Drop free mappings, oldest first, until all mappings, used and free, have at most `nbytes` together, or no
-        free one is left."""
-        while self._free and self.mapped_nbytes > nbytes:
-            self.mapped_nbytes -= len(self._free.pop(0))
 
 
 @final
