@@ -18,7 +18,7 @@ from tiered_zero.cli import doctor as module
 from tiered_zero.cli.main import main
 from tiered_zero.errors import TransferError
 from tiered_zero.hardware import check, probe
-from tiered_zero.io.engine import DiskEngine, DiskFile
+from tiered_zero.io.engine import File, IOEngine
 from tiered_zero.native import LIBRARY_DIR_VARIABLE
 from tiered_zero.plan.machine import Disk, default_path, load_machine
 from tiered_zero.sizes import GIB, MIB
@@ -67,24 +67,24 @@ def test_native_libraries_that_are_missing(swap_path: Path, tmp_path: Path, monk
 
 
 def test_a_disk_without_o_direct_says_why(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = DiskEngine.write
+    write = IOEngine.write
 
-    def refuse(self: DiskEngine, file: DiskFile, offset: int, data: memoryview) -> Any:
+    def refuse(self: IOEngine, file: File, offset: int, data: memoryview) -> Any:
         if self.direct:
             raise TransferError("EINVAL (Invalid argument)")
         return write(self, file, offset, data)
 
-    monkeypatch.setattr(DiskEngine, "write", refuse)
+    monkeypatch.setattr(IOEngine, "write", refuse)
     found = examine(swap_path)
     engine = found["engine aiofiles"]
     assert engine["state"] == POOR and "buffered" in engine["found"] and "EINVAL" in engine["found"] and engine["fix"]
 
 
 def test_a_full_disk_says_so(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: DiskEngine, file: DiskFile, offset: int, data: memoryview) -> Any:
+    def refuse(self: IOEngine, file: File, offset: int, data: memoryview) -> Any:
         raise TransferError("ENOSPC (No space left on device)")
 
-    monkeypatch.setattr(DiskEngine, "write", refuse)
+    monkeypatch.setattr(IOEngine, "write", refuse)
     found = examine(swap_path)
     assert found["engine aiofiles"]["state"] == BAD and "ENOSPC" in found["engine aiofiles"]["found"]
 

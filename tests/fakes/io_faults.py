@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import final
 
+from tests.fakes.no_workers import FakeEngine, FakeTransfer
 from tiered_zero.concurrency.transfer import FailureLatch
 from tiered_zero.errors import TransferError
 from tiered_zero.io.engine import File, IOEngine, IOTransfer, Request, dump_in_flight, transfer_error
@@ -42,7 +43,7 @@ class Fault:
 
 
 @final
-class FaultyEngine(IOEngine):
+class FaultyEngine(FakeEngine):
     """Passes everything on to `inner`, except for the faults; like a real engine, latches with the first failure."""
 
     def __init__(self, inner: IOEngine, faults: Sequence[Fault] = (), *, io_timeout_s: float = 120.0) -> None:
@@ -165,7 +166,7 @@ class FaultyEngine(IOEngine):
         return _FailedTransfer(request, error)
 
 
-class _WatchedTransfer(IOTransfer):
+class _WatchedTransfer(FakeTransfer):
     """A transfer of the inner engine; its own failures latch the outer one too."""
 
     def __init__(self, engine: FaultyEngine, inner: IOTransfer) -> None:
@@ -201,7 +202,7 @@ class _FlippedTransfer(_WatchedTransfer):
 
 
 @final
-class _FailedTransfer(IOTransfer):
+class _FailedTransfer(FakeTransfer):
     seconds = 1e-9
 
     def __init__(self, request: Request, error: TransferError) -> None:
@@ -215,7 +216,7 @@ class _FailedTransfer(IOTransfer):
 
 
 @final
-class _StalledTransfer(IOTransfer):
+class _StalledTransfer(FakeTransfer):
     """Moves nothing until it is released; only then is the request made of the engine inside."""
 
     seconds = 0.0

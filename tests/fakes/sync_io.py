@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tests.fakes.no_workers import FakeEngine, FakeTransfer
 from tiered_zero.concurrency.transfer import FailureLatch
 from tiered_zero.errors import TransferError
-from tiered_zero.io.engine import File, IOEngine, IOTransfer, Request, file_error
+from tiered_zero.io.engine import File, IOTransfer, Request, file_error
 
 
 @dataclass
@@ -29,7 +30,7 @@ class SyncFile(File):
         self.fd = -1
 
 
-class SyncTransfer(IOTransfer):
+class SyncTransfer(FakeTransfer):
     def __init__(self, request: Request, work: Callable[[], None]) -> None:
         self.request = request
         self._work: Callable[[], None] | None = work
@@ -57,7 +58,7 @@ class SyncTransfer(IOTransfer):
 
 
 @dataclass(eq=False)
-class SyncEngine(IOEngine):
+class SyncEngine(FakeEngine):
     """`operations`: ("write", path, offset, bytes), ("read", path, offset, nbytes), ("sync", path), in order.
 
     `before(kind, n)`: called ahead of the n-th request of a kind (from 1); raise OSError there to fail it.

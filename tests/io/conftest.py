@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.native_build import DIRECT_IO_SOURCE, compile_shared
-from tiered_zero.io.engine import DiskEngine, IOSettings
+from tiered_zero.io.engine import IOEngine, IOSettings
 from tiered_zero.io.select import ENGINES
 
-BuildEngine = Callable[..., DiskEngine]
+BuildEngine = Callable[..., IOEngine]
 
 
 @pytest.fixture(scope="session")
@@ -33,9 +33,9 @@ def engine_name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture
 def build_engine(engine_name: str) -> Iterator[BuildEngine]:
     """Engines of the name under test, closed after it; small blocks, so that small requests are split too."""
-    built: list[DiskEngine] = []
+    built: list[IOEngine] = []
 
-    def build(*, direct: bool = False, block_size: int = 8192, queue_depth: int = 3, **others: float) -> DiskEngine:
+    def build(*, direct: bool = False, block_size: int = 8192, queue_depth: int = 3, **others: float) -> IOEngine:
         settings = IOSettings(block_size=block_size, queue_depth=queue_depth)
         io_timeout_s = others.get("io_timeout_s", 20.0)
         alignment = 4096 if direct else 1

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from torch import nn
 
+from tests.fakes.no_workers import FakeEngine, FakeTransfer
 from tests.support.inspection.insides import Checkpoints, rack, swap_store
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered, train
@@ -26,7 +27,7 @@ DELAY_S = 0.25
 
 
 @dataclass
-class LateTransfer(IOTransfer):
+class LateTransfer(FakeTransfer):
     """Done once the clock has reached `due_s`, to which waiting for it sets the clock."""
 
     inner: IOTransfer
@@ -50,7 +51,7 @@ class LateTransfer(IOTransfer):
         return self.due_s - self.begun_s if self.done() else 0.0
 
 
-class PromptTransfer(IOTransfer):
+class PromptTransfer(FakeTransfer):
     """A transfer that takes no time by the clock."""
 
     def __init__(self, inner: IOTransfer) -> None:
@@ -71,7 +72,7 @@ class PromptTransfer(IOTransfer):
         return 0.0
 
 
-class LateEngine(IOEngine):
+class LateEngine(FakeEngine):
     """A disk that serves requests of one kind one after the other, each in `DELAY_S`, and all others at once."""
 
     def __init__(self, inner: IOEngine, kind: str, clock: Clock) -> None:

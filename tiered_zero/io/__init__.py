@@ -11,8 +11,8 @@ file's descriptor is closed only when none of its requests is in flight.
 Never: a callback on a worker; a worker that touches torch; an order of two requests, except by a sync between them
 (which waits for the writes before it); a second try of a failed sync.
 
-    engine.py   the interface, and what the engines share: open files, checks of requests, transfers, the watchdog,
-                closing, the text of failures, and a table of the requests in flight
+    engine.py   what the engines share: open files, checks of requests, transfers, the watchdog, closing, the text of
+                failures, and a table of the requests in flight
     native.py   the pool of threads in C
     aiofile.py  the same calls through the package aiofiles, where there is no native library
     select.py   checks of a directory, the choice of an engine for it by trial, and the engine's rate there

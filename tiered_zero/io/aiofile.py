@@ -20,10 +20,10 @@ from typing import Any, final
 
 from tiered_zero.errors import ConfigError, TransferError
 from tiered_zero.io.engine import (
-    DiskEngine,
-    DiskFile,
-    DiskTransfer,
+    File,
+    IOEngine,
     IOSettings,
+    IOTransfer,
     Request,
     end_of_file_error,
     transfer_error,
@@ -36,10 +36,10 @@ _MAX_TRIES = 16
 
 
 @final
-class AiofilesTransfer(DiskTransfer):
+class AiofilesTransfer(IOTransfer):
     """A request that one coroutine carries out on the engine's loop."""
 
-    def __init__(self, engine: AiofilesEngine, file: DiskFile, request: Request) -> None:
+    def __init__(self, engine: AiofilesEngine, file: File, request: Request) -> None:
         super().__init__(engine, file, request)
         self._engine = engine
         self.moved_s = 0.0
@@ -70,7 +70,7 @@ class AiofilesTransfer(DiskTransfer):
 
 
 @final
-class AiofilesEngine(DiskEngine):
+class AiofilesEngine(IOEngine):
     """Runs an event loop on one thread, and an executor whose threads make aiofiles' system calls.
 
     Each call has its own offset, so several parts of one file are in flight at once. A pool of plain threads wrote 256
@@ -102,7 +102,7 @@ class AiofilesEngine(DiskEngine):
             self._loop.close()
             raise ConfigError(f"its threads cannot be started: {error}; raise ulimit -u or ulimit -v") from error
 
-    def _start(self, file: DiskFile, request: Request, view: memoryview) -> AiofilesTransfer:
+    def _start(self, file: File, request: Request, view: memoryview) -> AiofilesTransfer:
         transfer = AiofilesTransfer(self, file, request)
         earlier = [
             other
@@ -160,7 +160,7 @@ class AiofilesEngine(DiskEngine):
         else:
             self._num_free += 1
 
-    async def _move(self, request: Request, file: DiskFile, offset: int, view: memoryview) -> None:
+    async def _move(self, request: Request, file: File, offset: int, view: memoryview) -> None:
         """Make the system calls of a part. Raises TransferError, and OSError if a sync fails.
 
         A short transfer is continued. With O_DIRECT the next call must start aligned: after an unaligned end it starts
@@ -207,7 +207,7 @@ class AiofilesEngine(DiskEngine):
         self._loop.stop()
 
 
-def _call(request: Request, file: DiskFile, view: memoryview, offset: int) -> int:
+def _call(request: Request, file: File, view: memoryview, offset: int) -> int:
     """Make the system call of a request, on a worker. Return the bytes that it moved. Raises OSError."""
     if request.kind == "sync":
         file.sync()

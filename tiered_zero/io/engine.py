@@ -1,8 +1,8 @@
-"""Define the interface of the engines that move aligned bytes to and from files, and implement what they share.
+"""Define the base class of the I/O engines, which move aligned bytes to and from files.
 
-Shared are open files, transfers, the checks of a request before it starts, the watchdog (which finds requests without
-progress), closing, and the text of every failure. The requests in flight are printed as a table: in the error of a
-request without progress, and on a signal that the program has chosen."""
+It holds what the engines share: open files, transfers, the checks of a request before it starts, the watchdog (which
+finds requests without progress), closing, and the text of every failure. The requests in flight are printed as a table:
+in the error of a request without progress, and on a signal that the program has chosen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import final
 
 import numpy
 
@@ -26,7 +25,7 @@ from tiered_zero.errors import TransferError
 from tiered_zero.sizes import GIB, MIB, PAGE_NBYTES, align_up, format_nbytes
 from tiered_zero.system import Descriptor, opened
 
-# -- interface ---------------------------------------------------------------------------------------------------------
+# -- requests ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,71 +64,6 @@ class Request:
     offset: int
     nbytes: int
     urgent: bool = False
-
-
-class File(ABC):
-    """An open file of an engine. Offsets, lengths and addresses of requests are multiples of `alignment`."""
-
-    path: str
-    alignment: int
-    """1 for a buffered file, 512 or 4096 for O_DIRECT."""
-
-    @abstractmethod
-    def allocate(self, nbytes: int) -> None:
-        """Reserve disk blocks up to `nbytes` (posix_fallocate). Raises TransferError if the disk is full."""
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-
-class IOTransfer(Transfer):
-    """One request of an engine, of any size. The engine owns the request's memory from submission until `done()`.
-    `wait` raises TransferError if the request fails, or makes no progress for `io_timeout_s`."""
-
-    request: Request
-
-    @property
-    @abstractmethod
-    def seconds(self) -> float:
-        """Seconds from submission to completion; 0.0 while in flight."""
-
-
-class IOEngine(ABC):
-    """Moves bytes between files and caller-owned memory, asynchronously. The first failure latches the engine: every
-    later submission raises that failure again."""
-
-    name: str
-
-    @abstractmethod
-    def open(self, path: str, *, create: bool = False, writable: bool = True) -> File:
-        """Open (or create, mode 0600, O_EXCL|O_NOFOLLOW) a data file. Raises TransferError."""
-
-    @abstractmethod
-    def read(self, file: File, offset: int, into: memoryview, *, urgent: bool = False) -> IOTransfer:
-        """Start to read from `offset` on, until `into` is full. `urgent`: a thread waits for this read, so workers take
-        its blocks before those of requests that are not urgent; blocks that a worker has begun go on. The other
-        requests wait while there are urgent reads: the caller must limit their number."""
-
-    @abstractmethod
-    def write(self, file: File, offset: int, data: memoryview) -> IOTransfer: ...
-
-    @abstractmethod
-    def sync(self, file: File) -> IOTransfer:
-        """Start an fdatasync after all writes submitted before it. A failure latches the engine; the sync is never
-        retried."""
-
-    @abstractmethod
-    def in_flight(self) -> list[tuple[Request, float]]:
-        """Return the unfinished requests, each with its age in seconds."""
-
-    @abstractmethod
-    def drain(self) -> None:
-        """Wait until all requests that were submitted before this call are complete. Does not wait for stuck
-        requests."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Finish what is in flight, and stop the workers. Idempotent."""
 
 
 # -- requests in flight ------------------------------------------------------------------------------------------------
@@ -252,7 +186,7 @@ def memory_address(view: memoryview) -> int:
     return int(numpy.asarray(view).__array_interface__["data"][0])
 
 
-# -- engines on disk files ---------------------------------------------------------------------------------------------
+# -- the engine --------------------------------------------------------------------------------------------------------
 
 _SLICE_S = 0.25
 """The longest wait before returning to Python, where signal handlers run (Ctrl-C) and stalls are noticed."""
@@ -261,19 +195,20 @@ _POLL_S = 0.005
 """The shortest wait for a request that seems to hang, since it may be about to complete."""
 
 
-@final
-class DiskFile(File):
-    """An open file. `drain`: waits until none of the file's requests is in flight, and returns False if some are
-    stuck."""
+class File:
+    """An open file of an engine. Offsets, lengths and addresses of requests are multiples of `alignment`: 1 for a
+    buffered file, 512 or 4096 for O_DIRECT. `drain`: waits until none of the file's requests is in flight, and returns
+    False if some are stuck."""
 
     def __init__(
-        self, path: str, fd: Descriptor, *, alignment: int, direct: bool, drain: Callable[[DiskFile], bool]
+        self, path: str, fd: Descriptor, *, alignment: int, direct: bool, drain: Callable[[File], bool]
     ) -> None:
         self.path, self.alignment = path, alignment
         self.fd, self.direct = int(fd), direct
         self._descriptor, self._drain = fd, drain
 
     def allocate(self, nbytes: int) -> None:
+        """Reserve disk blocks up to `nbytes` (posix_fallocate). Raises TransferError if the disk is full."""
         try:
             if not self._fallocate(nbytes):
                 self._fill_with_zeros(nbytes)
@@ -323,14 +258,20 @@ class DiskFile(File):
         self.fd = -1
 
 
-class DiskTransfer(IOTransfer):
-    """A request of a DiskEngine. Holds the request's memory until the request is done."""
+class IOTransfer(Transfer):
+    """One request of an engine, of any size. The engine owns the request's memory from submission until `done()`.
+    `wait` raises TransferError if the request fails, or makes no progress for `io_timeout_s`."""
 
-    def __init__(self, engine: DiskEngine, file: DiskFile, request: Request) -> None:
+    def __init__(self, engine: IOEngine, file: File, request: Request) -> None:
         self.engine, self.file, self.request = engine, file, request
         self.submitted_s = time.monotonic()
         self.error: TransferError | None = None
         """The error of a finished request, if it failed."""
+
+    @property
+    @abstractmethod
+    def seconds(self) -> float:
+        """Seconds from submission to completion; 0.0 while in flight."""
 
     @abstractmethod
     def finished_within(self, timeout_s: float) -> bool:
@@ -363,8 +304,11 @@ class DiskTransfer(IOTransfer):
         return since_s + self.engine.io_timeout_s - time.monotonic()
 
 
-class DiskEngine(IOEngine):
-    """An engine over file descriptors. Any thread may submit requests, but not across a fork."""
+class IOEngine(ABC):
+    """Moves bytes between files and caller-owned memory, asynchronously. The first failure latches the engine: every
+    later submission raises that failure again. Any thread may submit requests, but not across a fork."""
+
+    name: str
 
     def __init__(self, *, direct: bool, alignment: int, settings: IOSettings, io_timeout_s: float) -> None:
         """`direct`: use O_DIRECT. `alignment`: alignment of O_DIRECT requests, 512 or 4096; 1 for buffered files."""
@@ -377,9 +321,10 @@ class DiskEngine(IOEngine):
         self._stopped = False
         self.has_stalled = False
         # a dict as an ordered set: its operations are atomic, so a signal handler can read it at any time
-        self._unfinished: dict[DiskTransfer, None] = {}
+        self._unfinished: dict[IOTransfer, None] = {}
 
-    def open(self, path: str, *, create: bool = False, writable: bool = True) -> DiskFile:
+    def open(self, path: str, *, create: bool = False, writable: bool = True) -> File:
+        """Open (or create, mode 0600, O_EXCL|O_NOFOLLOW) a data file. Raises TransferError."""
         flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW
         flags |= os.O_CREAT | os.O_EXCL if create else 0
         flags |= os.O_DIRECT if self.direct else 0
@@ -387,9 +332,12 @@ class DiskEngine(IOEngine):
             fd = opened(path, flags, 0o600)
         except OSError as error:
             raise file_error("create" if create else "open", path, error.errno or errno.EIO) from error
-        return DiskFile(path, fd, alignment=self.alignment, direct=self.direct, drain=self._drain)
+        return File(path, fd, alignment=self.alignment, direct=self.direct, drain=self._drain)
 
     def read(self, file: File, offset: int, into: memoryview, *, urgent: bool = False) -> IOTransfer:
+        """Start to read from `offset` on, until `into` is full. `urgent`: a thread waits for this read, so workers take
+        its blocks before those of requests that are not urgent; blocks that a worker has begun go on. The other
+        requests wait while there are urgent reads: the caller must limit their number."""
         if into.readonly:
             raise TransferError(f"read at offset {offset} of {file.path}: the memory to read into is read-only")
         return self._submit("read", file, offset, into, urgent)
@@ -398,9 +346,12 @@ class DiskEngine(IOEngine):
         return self._submit("write", file, offset, data)
 
     def sync(self, file: File) -> IOTransfer:
+        """Start an fdatasync after all writes submitted before it. A failure latches the engine; the sync is never
+        retried."""
         return self._submit("sync", file, 0, memoryview(b""))
 
     def in_flight(self) -> list[tuple[Request, float]]:
+        """Return the unfinished requests, each with its age in seconds."""
         now_s = time.monotonic()
         return [
             (transfer.request, now_s - transfer.submitted_s)
@@ -409,9 +360,12 @@ class DiskEngine(IOEngine):
         ]
 
     def drain(self) -> None:
+        """Wait until all requests that were submitted before this call are complete. Does not wait for stuck
+        requests."""
         self._drain()
 
     def close(self) -> None:
+        """Finish what is in flight, and stop the workers. Idempotent."""
         self._closed = True
         if not self._stopped:  # also after a second Ctrl-C interrupted the wait
             idle = self._drain()
@@ -419,7 +373,7 @@ class DiskEngine(IOEngine):
                 self._stop(idle)
             self._stopped = True
 
-    def stall(self, transfer: DiskTransfer) -> TransferError:
+    def stall(self, transfer: IOTransfer) -> TransferError:
         """Return the error of a request without progress, and latch the engine: the disk may still write to the
         request's memory."""
         request = transfer.request
@@ -438,7 +392,7 @@ class DiskEngine(IOEngine):
             raise TransferError(f"{path}: an I/O engine has no workers in a forked process; open one there")
 
     @abstractmethod
-    def _start(self, file: DiskFile, request: Request, view: memoryview) -> DiskTransfer:
+    def _start(self, file: File, request: Request, view: memoryview) -> IOTransfer:
         """Pass a request that has passed all checks to the workers, and add its transfer to `_unfinished`."""
 
     @abstractmethod
@@ -446,7 +400,6 @@ class DiskEngine(IOEngine):
         """End the workers. `idle`: False if some are stuck in a system call and must be abandoned."""
 
     def _submit(self, kind: str, file: File, offset: int, data: memoryview, urgent: bool = False) -> IOTransfer:
-        assert isinstance(file, DiskFile), f"{file} was not opened by an engine on disk files"
         self._check_usable(file)
         view = data.cast("B") if data.nbytes else memoryview(b"")
         request = Request(kind=kind, path=file.path, offset=offset, nbytes=view.nbytes, urgent=urgent)
@@ -454,13 +407,13 @@ class DiskEngine(IOEngine):
             _check_aligned(request, view, file.alignment)
         return self._start(file, request, view)
 
-    def _check_usable(self, file: DiskFile) -> None:
+    def _check_usable(self, file: File) -> None:
         self.latch.check()
         if self._closed or file.fd < 0:
             raise TransferError(f"{file.path}: the {'engine' if self._closed else 'file'} has been closed")
         self.check_process(file.path)
 
-    def _drain(self, file: DiskFile | None = None) -> bool:
+    def _drain(self, file: File | None = None) -> bool:
         """Wait until no request of `file` is in flight; None: of any file. After a stall, look without waiting. Return
         False if a request is stuck."""
         if self._pid != os.getpid():

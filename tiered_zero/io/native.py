@@ -11,10 +11,10 @@ from typing import Final, final
 
 from tiered_zero.errors import ConfigError
 from tiered_zero.io.engine import (
-    DiskEngine,
-    DiskFile,
-    DiskTransfer,
+    File,
+    IOEngine,
     IOSettings,
+    IOTransfer,
     Request,
     end_of_file_error,
     errno_text,
@@ -79,11 +79,11 @@ def load_library(path: Path | None = None) -> _Library:
 
 
 @final
-class NativeTransfer(DiskTransfer):
+class NativeTransfer(IOTransfer):
     """A request of the native engine. Its C struct lies in Python's memory, and must live until the request is
     finished: the engine's table of unfinished transfers holds this object until then."""
 
-    def __init__(self, engine: NativeEngine, file: DiskFile, request: Request, view: memoryview) -> None:
+    def __init__(self, engine: NativeEngine, file: File, request: Request, view: memoryview) -> None:
         super().__init__(engine, file, request)
         self._engine = engine
         self._view: memoryview | None = view
@@ -128,7 +128,7 @@ class NativeTransfer(DiskTransfer):
 
 
 @final
-class NativeEngine(DiskEngine):
+class NativeEngine(IOEngine):
     """Submits a request with one C call and waits with another, whatever the request's size. Its workers need no GIL,
     so the rate holds while Python code computes."""
 
@@ -158,14 +158,14 @@ class NativeEngine(DiskEngine):
                     self.latch.set(transfer.error)
                 del self._unfinished[transfer]
 
-    def _start(self, file: DiskFile, request: Request, view: memoryview) -> NativeTransfer:
+    def _start(self, file: File, request: Request, view: memoryview) -> NativeTransfer:
         transfer = NativeTransfer(self, file, request, view)
         with self._lock:  # keeps the table in the order of submission
             self._unfinished[transfer] = None
             self.library.submit(self.pool, transfer.raw)
         return transfer
 
-    def _check_usable(self, file: DiskFile) -> None:
+    def _check_usable(self, file: File) -> None:
         """Collect finished transfers for which no caller waited: after a failure all of them, otherwise the oldest two.
         Then raise if the engine or the file cannot be used."""
         if not self._closed and self._pid == os.getpid():
@@ -175,7 +175,7 @@ class NativeEngine(DiskEngine):
                     transfer.finished_within(0.0)
         super()._check_usable(file)
 
-    def _oldest(self) -> list[DiskTransfer]:
+    def _oldest(self) -> list[IOTransfer]:
         with self._lock:
             return [transfer for transfer, _ in zip(self._unfinished, range(2), strict=False)]
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tiered_zero.errors import ConfigError, TransferError
 from tiered_zero.io.aiofile import AiofilesEngine
-from tiered_zero.io.engine import DiskEngine, IOEngine, IOSettings, IOTransfer, errno_text
+from tiered_zero.io.engine import IOEngine, IOSettings, IOTransfer, errno_text
 from tiered_zero.io.native import NativeEngine
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
 from tiered_zero.system import map_memory
@@ -114,7 +114,7 @@ def filesystem_type(path: str | os.PathLike[str], mounts: Path = _MOUNTS) -> str
 
 # -- an engine ---------------------------------------------------------------------------------------------------------
 
-ENGINES: dict[str, Callable[..., DiskEngine]] = {
+ENGINES: dict[str, Callable[..., IOEngine]] = {
     "native": NativeEngine,
     "aiofiles": AiofilesEngine,
 }
@@ -152,7 +152,7 @@ def select_engine(
     names = [*ENGINES] if prefer == "auto" else [prefer]
     paths = [os.fspath(directory) for directory in directories]
 
-    def trial(engine: DiskEngine) -> None:
+    def trial(engine: IOEngine) -> None:
         for path in paths:
             _try(engine, path, 2 * max(engine.alignment, 512))
 
@@ -172,7 +172,7 @@ def select_reader(*paths: str | os.PathLike[str], settings: IOSettings | None = 
     TransferError of the last trial, with buffered access, which says most about the file."""
     failures = [TransferError("there is no I/O engine here")]
 
-    def trial(engine: DiskEngine) -> None:
+    def trial(engine: IOEngine) -> None:
         try:
             for path in paths:
                 _try_to_read(engine, os.fspath(path))
@@ -187,8 +187,8 @@ def select_reader(*paths: str | os.PathLike[str], settings: IOSettings | None = 
 
 
 def _first_working(
-    names: Sequence[str], settings: IOSettings, io_timeout_s: float, trial: Callable[[DiskEngine], None]
-) -> tuple[DiskEngine | None, list[str]]:
+    names: Sequence[str], settings: IOSettings, io_timeout_s: float, trial: Callable[[IOEngine], None]
+) -> tuple[IOEngine | None, list[str]]:
     """Try engines and kinds of access, best first. Return the first engine that passes `trial`, or None, and a line for
     each that failed before. `trial`: raises TransferError if the engine does not work."""
     working, reasons = [*names], list[str]()
@@ -213,7 +213,7 @@ def _first_working(
     return None, reasons
 
 
-def _try_to_read(engine: DiskEngine, path: str) -> None:
+def _try_to_read(engine: IOEngine, path: str) -> None:
     """Read the first page of a file. Raises TransferError."""
     memory = memoryview(mmap.mmap(-1, PAGE_NBYTES))
     file = engine.open(path, writable=False)
@@ -223,7 +223,7 @@ def _try_to_read(engine: DiskEngine, path: str) -> None:
         file.close()
 
 
-def _try(engine: DiskEngine, directory: str, nbytes: int) -> None:
+def _try(engine: IOEngine, directory: str, nbytes: int) -> None:
     """Write a temporary file in `directory`, sync it, read it back and compare. The file offset and the memory address
     are multiples of half of `nbytes`, the alignment to test. Raises TransferError."""
     path = os.path.join(directory, f".tiered-zero-probe-{secrets.token_hex(8)}")

@@ -39,6 +39,7 @@ from torch import nn
 from torch.nn import functional
 
 import tiered_zero
+from tests.fakes.no_workers import FakeTransfer
 from tests.lagging.build import build, why_not
 from tests.lagging.cuda import LaggingDevice
 from tiered_zero.grads import gradient
@@ -188,7 +189,7 @@ class Disk:
 SUBMIT = StripedFiles.submit
 
 
-class DiskTransfer(IOTransfer):
+class DiskTransfer(FakeTransfer):
     """A request that ends no earlier than at `until_s`."""
 
     def __init__(self, transfer: IOTransfer, until_s: float) -> None:
