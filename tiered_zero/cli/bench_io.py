@@ -112,7 +112,7 @@ def measure_directory(directory: Path, end_s: float, choices: Sequence[IOSetting
     disk = Disk(path=os.path.realpath(directory), nbytes=free_nbytes, **by_default)
     tried.sort(key=lambda row: math.prod(row[f"{mode}_bytes_per_s"] for mode in MODES), reverse=True)
     notes += selection.reasons[:-1]
-    if not selection.direct:
+    if not selection.engine.direct:
         notes.append("O_DIRECT does not work here: rates are those of the page cache's writeback as well")
     return {
         "directory": str(directory),
@@ -121,8 +121,8 @@ def measure_directory(directory: Path, end_s: float, choices: Sequence[IOSetting
         "disk": disk,
         "aio": {**{name: tried[0][name] for name in ("block_size", "queue_depth")}, "intra_op_parallelism": 1},
         "tiered_zero": {"io_engine": tried[0]["io_engine"]},
-        "direct": selection.direct,
-        "alignment": selection.alignment,
+        "direct": selection.engine.direct,
+        "alignment": selection.engine.alignment,
         "tried": tried,
         "notes": notes,
     }

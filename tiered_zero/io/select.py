@@ -126,13 +126,10 @@ _ACCESS = ((True, 512), (True, PAGE_NBYTES), (False, 1))
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The chosen engine. `engine`: is open; the caller closes it. `alignment`: alignment of O_DIRECT requests; 1 if
-    access is buffered. `direct`: whether O_DIRECT is used. `reasons`: one line for each better engine or access that
-    does not work, and, from `select_engine`, a last one for the choice."""
+    """The chosen engine. `engine`: is open; the caller closes it. `reasons`: one line for each better engine or access
+    that does not work, and a last one for the choice."""
 
     engine: IOEngine
-    alignment: int
-    direct: bool
     reasons: tuple[str, ...]
 
 
@@ -164,10 +161,10 @@ def select_engine(
         f"swap I/O: {found.name} engine, {how}, {found.settings.num_workers} requests at once, "
         "write-and-read check passed"
     )
-    return Selection(engine=found, alignment=found.alignment, direct=found.direct, reasons=(*tried, line))
+    return Selection(engine=found, reasons=(*tried, line))
 
 
-def select_reader(*paths: str | os.PathLike[str], settings: IOSettings | None = None) -> Selection:
+def select_reader(*paths: str | os.PathLike[str], settings: IOSettings) -> IOEngine:
     """Return the best engine that reads the first page of all these files; nothing is written. If none does, raises the
     TransferError of the last trial, with buffered access, which says most about the file."""
     failures = [TransferError("there is no I/O engine here")]
@@ -180,10 +177,10 @@ def select_reader(*paths: str | os.PathLike[str], settings: IOSettings | None = 
             failures.append(error)
             raise
 
-    found, tried = _first_working([*ENGINES], settings or IOSettings(), 60.0, trial)
+    found, _ = _first_working([*ENGINES], settings, 60.0, trial)
     if found is None:
         raise failures[-1]
-    return Selection(engine=found, alignment=found.alignment, direct=found.direct, reasons=tuple(tried))
+    return found
 
 
 def _first_working(

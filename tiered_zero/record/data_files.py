@@ -468,7 +468,7 @@ class RecordReader:
         store, span = window.store, window.span
         if self._engine is None:
             paths = (path for each in self._stores if each.contents.capacity_nbytes for path in each.paths)
-            self._engine = select_reader(*paths, settings=_READ_BLOCKS).engine
+            self._engine = select_reader(*paths, settings=_READ_BLOCKS)
         if store not in self._files:
             stripes, names = self._stripes[store], self._stores[store].paths
             self._files[store] = StripedFiles.open(self._engine, names, stripes, writable=False)

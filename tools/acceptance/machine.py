@@ -50,7 +50,7 @@ def describe_machine(site: Site) -> Record:
         "kernel_missing": missing_kernels(),
         "update_parameters_per_s": 0.0,
         "io_engine": selection.engine.name,
-        "direct_io": selection.direct,
+        "direct_io": selection.engine.direct,
         "io_reasons": list(selection.reasons),
         "cpus": available_cpus(),
         "host_free_nbytes": available_host_nbytes(),
