@@ -20,7 +20,7 @@ from tiered_zero.data import TrainingLoader
 from tiered_zero.engine.engine import Engine
 from tiered_zero.errors import ConfigError, ModelError
 from tiered_zero.hardware.ranks.collectives import Collectives, make_collectives
-from tiered_zero.hardware.ranks.launcher import world_size_here
+from tiered_zero.hardware.ranks.launcher import get_world_size
 from tiered_zero.hardware.runtime import bind_to_share, choose_device, find_device
 from tiered_zero.update.handle import TieredOptimizer
 
@@ -63,7 +63,7 @@ def initialize(
         )
     if not isinstance(model, nn.Module):
         raise ModelError(f"initialize(model=...) takes a torch.nn.Module; found {type(model).__name__}.")
-    if isinstance(model, DistributedDataParallel) and world_size_here() > 1:
+    if isinstance(model, DistributedDataParallel) and get_world_size() > 1:
         raise ModelError(
             "initialize(model=...) takes the module inside of DistributedDataParallel: pass model.module. The engine "
             "averages the gradients of all ranks itself."
@@ -74,7 +74,7 @@ def initialize(
     _check_one_rank(mpu=mpu, mesh_param=mesh_param)
     if isinstance(config, (str, os.PathLike)) and not os.path.isfile(config):
         raise ConfigError(f"config: expected a dict or the path of a JSON file; {os.fspath(config)} is not a file.")
-    settings = load(config, args, world_size_here())
+    settings = load(config, args, get_world_size())
     gather_numel = settings.zero_optimization.allgather_bucket_size
     collectives = make_collectives(settings.tiered_zero.comm_timeout_s, dist_init_required, gather_numel)
     try:

@@ -36,7 +36,7 @@ from tiered_zero.errors import (
     TransferError,
     UntaggedCommitError,
 )
-from tiered_zero.hardware.ranks.launcher import rank_here, world_size_here
+from tiered_zero.hardware.ranks.launcher import get_rank, get_world_size
 from tiered_zero.plan.gpt_shape import GPTConfig, num_parameters
 from tiered_zero.sizes import TIERS, format_nbytes
 from tiered_zero.stopping import INTERRUPTED, TERMINATED, StopRequest, stop_on_signals
@@ -210,7 +210,7 @@ class Training:
                 f"text is read as bytes: vocab must be at least {NUM_BYTE_VALUES}", param_hint="--model"
             )
         settings = overlay(read_json(options.config), options.batch, {"trace": options.trace, "report": options.report})
-        self._rank, self._world_size = rank_here(), world_size_here()
+        self._rank, self._world_size = get_rank(), get_world_size()
         resolved = load(settings, world_size=self._world_size)
         if resolved.optimizer is None:
             raise ConfigError(

@@ -14,7 +14,7 @@ from tiered_zero.deepspeed.missing import refuse_other_names
 from tiered_zero.deepspeed.zero import ZeroParamStatus
 from tiered_zero.engine.engine import Engine as DeepSpeedEngine
 from tiered_zero.errors import ModelError
-from tiered_zero.hardware.ranks.launcher import world_size_here
+from tiered_zero.hardware.ranks.launcher import get_world_size
 from tiered_zero.rules.lr import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from tiered_zero.update.handle import TieredOptimizer as DeepSpeedOptimizer
 
@@ -75,9 +75,9 @@ def _check_accelerate() -> None:
     With DeepSpeed and without a GPU Accelerate takes each rank for the only one if the script names no backend."""
     state = sys.modules.get("accelerate.state")
     known = state.PartialState._shared_state.get("num_processes") if state is not None else None
-    if known is not None and known != world_size_here():
+    if known is not None and known != get_world_size():
         raise ModelError(
-            f"Accelerate was expected to split the data over {world_size_here()} ranks; it knows of {known}. Name the "
+            f"Accelerate was expected to split the data over {get_world_size()} ranks; it knows of {known}. Name the "
             'backend: Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")]), or use_cpu=True in '
             "TrainingArguments."
         )

@@ -22,12 +22,12 @@ from tiered_zero.errors import ModelError, RankError
 from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.hardware.ranks.launcher import (
     HOST_BACKEND,
+    get_world_size,
     is_initialized,
     is_one_host,
     launched_world_size,
     network_interface,
     num_restarts,
-    world_size_here,
 )
 from tiered_zero.hardware.ranks.process_groups import ProcessGroups
 from tiered_zero.hardware.ranks.rank_failures import RankTraffic
@@ -114,7 +114,7 @@ def make_collectives(
     initialize torch.distributed, so a run of several ranks raises ModelError if the program has not done it; None or
     True: initialize it if that was not done. `gather_numel`: the most elements that a gather moves at once. Raises
     ModelError and RankError."""
-    if world_size_here() == 1:
+    if get_world_size() == 1:
         return SingleRank(dist_init_required)
     ensure_many(timeout_s, dist_init_required)
     return ProcessGroups(timeout_s, gather_numel)
@@ -134,7 +134,7 @@ def ensure_many(timeout_s: float, dist_init_required: bool | None = None) -> Non
             f"The launcher's WORLD_SIZE has {os.environ.get('WORLD_SIZE')} ranks, {found}. Start the script with "
             "torchrun --nproc-per-node N, or call torch.distributed.init_process_group() before initialize()."
         )
-    rank, world_size = os.environ["RANK"], world_size_here()
+    rank, world_size = os.environ["RANK"], get_world_size()
     if not rank.isdecimal() or int(rank) >= world_size:
         raise ModelError(
             f"The environment variable RANK was expected from 0 to {world_size - 1}, as WORLD_SIZE is {world_size}; "
@@ -182,7 +182,7 @@ def _restarted_store(timeout: timedelta) -> dict[str, Any]:
 def open_default_group(timeout_s: float = 1800.0, dist_init_required: bool | None = None) -> None:
     """Initialize torch.distributed if it is not initialized: with the launcher's ranks, or, without a launcher, with
     one rank. `timeout_s`, `dist_init_required`: as in `make_collectives`. Raises ModelError and RankError."""
-    if world_size_here() > 1:
+    if get_world_size() > 1:
         ensure_many(timeout_s, dist_init_required)
     else:
         SingleRank(dist_init_required).open()

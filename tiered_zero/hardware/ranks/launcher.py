@@ -30,19 +30,9 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def get_rank() -> int:
-    """Return this process's rank; 0 without a process group."""
-    return dist.get_rank() if is_initialized() else 0
-
-
-def get_world_size() -> int:
-    """Return the number of ranks; 1 without a process group."""
-    return dist.get_world_size() if is_initialized() else 1
-
-
 def barrier() -> None:
     """Wait for the other ranks of torch.distributed's group, if there are any."""
-    if get_world_size() > 1:
+    if is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
 
 
@@ -63,15 +53,15 @@ def launched_world_size() -> int:
     return int(launched)
 
 
-def world_size_here() -> int:
+def get_world_size() -> int:
     """Return the number of ranks of a run in this process: torch.distributed's, else the launcher's WORLD_SIZE, else
     1."""
-    return get_world_size() if is_initialized() else launched_world_size()
+    return dist.get_world_size() if is_initialized() else launched_world_size()
 
 
-def rank_here() -> int:
+def get_rank() -> int:
     """Return this process's rank: torch.distributed's, else the launcher's RANK, else 0."""
-    return get_rank() if is_initialized() else launched_number("RANK", 0)
+    return dist.get_rank() if is_initialized() else launched_number("RANK", 0)
 
 
 def local_rank() -> int:
@@ -81,12 +71,12 @@ def local_rank() -> int:
 
 def local_world_size() -> int:
     """Return the number of ranks on this host: the launcher's LOCAL_WORLD_SIZE, else the number of all ranks."""
-    return max(1, launched_number("LOCAL_WORLD_SIZE", world_size_here()))
+    return max(1, launched_number("LOCAL_WORLD_SIZE", get_world_size()))
 
 
 def is_one_host() -> bool:
     """Return whether all ranks are on this host."""
-    return world_size_here() in (1, local_world_size())
+    return get_world_size() in (1, local_world_size())
 
 
 def launch_name() -> str:
