@@ -55,10 +55,10 @@ def test_close_goes_on_where_a_second_interrupt_has_broken_it_off() -> None:
         done.append("optional")
         raise KeyboardInterrupt
 
-    resources = Teardown()
-    resources.callback(lambda: done.append("last"))
-    resources.callback(act)
-    resources.callback(once(optional))
+    resources = Teardown(("memory",))
+    resources.add("memory", lambda: done.append("last"))
+    resources.add("memory", act)
+    resources.add("memory", once(optional))
     for _ in range(3):
         with pytest.raises(KeyboardInterrupt):
             resources.close()
@@ -76,9 +76,9 @@ def test_a_start_that_failed_is_freed_after_a_second_interrupt_too() -> None:
             raise interrupts.pop()
         done.append("act")
 
-    with pytest.raises(KeyboardInterrupt, match="second"), Teardown() as resources:
-        resources.callback(lambda: done.append("last"))
-        resources.callback(act)
+    with pytest.raises(KeyboardInterrupt, match="second"), Teardown(("memory",)) as resources:
+        resources.add("memory", lambda: done.append("last"))
+        resources.add("memory", act)
         raise KeyboardInterrupt("first")
     assert done == ["act", "last"]
 

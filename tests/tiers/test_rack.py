@@ -33,13 +33,13 @@ def open_rack(swap_path: Path, resources: Teardown) -> TierRack:
     model = torch.nn.Linear(64, 64)
     run_spec = specify_run(config, model, torch.optim.AdamW(model.parameters()))
     runtime = make_runtime()
-    resources.callback(runtime.accelerator.close)
+    resources.add("tiers", runtime.accelerator.close)
     return TierRack(config, run_spec.plan, runtime, resources, model_name="Linear")
 
 
 @pytest.mark.usefixtures("no_leaks")
 def test_a_rack_moves_bytes_without_an_engine_and_leaves_nothing(swap_path: Path) -> None:
-    resources = Teardown()
+    resources = Teardown(("tiers",))
     rack = open_rack(swap_path, resources)
     tier = rack.for_state("nvme")
     assert isinstance(tier, NvmeTier) and tier is rack.for_params("nvme")
@@ -60,7 +60,7 @@ def test_a_rack_moves_bytes_without_an_engine_and_leaves_nothing(swap_path: Path
 
 @pytest.mark.usefixtures("no_leaks")
 def test_a_directory_with_a_commit_is_released_not_removed(swap_path: Path) -> None:
-    resources = Teardown()
+    resources = Teardown(("tiers",))
     rack = open_rack(swap_path, resources)
     tier = rack.for_state("nvme")
     assert isinstance(tier, NvmeTier)

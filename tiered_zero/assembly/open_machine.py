@@ -167,9 +167,7 @@ def open_machine(
     when the run ends. `model_name`: written to `owner.json`, the file in each swap directory that names its run.
     `slots`: the slots to reserve; they refer to `units` and to the sub-groups of `layouts` by index. `adopted`: swap
     paths -> the committed state from which the store there resumes."""
-    acts = Teardown()
-    resources.add("tiers", acts.close)
-    tiers = TierRack(config, plan, runtime, acts, model_name=model_name, adopted=adopted)
+    tiers = TierRack(config, plan, runtime, resources, model_name=model_name, adopted=adopted)
     inventory = Inventory()
     copy_homes: dict[int, Home] = {}
     starts = {index: units[index].shard(plan.request.rank).start for index in plan.tiers.sharded}

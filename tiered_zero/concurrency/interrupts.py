@@ -68,17 +68,13 @@ class Teardown:
     threads. If a function raises, the later ones are still called. If a second Ctrl-C interrupts a function, the next
     `close` calls it again, so all functions are idempotent."""
 
-    def __init__(self, order: Sequence[str] = ("",)) -> None:
+    def __init__(self, order: Sequence[str]) -> None:
         """`order`: the names under which functions can be added, in the order in which `close` calls them. Of one
         name's functions the one added last is called first."""
         self._acts: dict[str, list[Callable[[], Any]]] = {name: [] for name in order}
 
     def add(self, name: str, act: Callable[[], Any]) -> None:
         self._acts[name].append(act)
-
-    def callback(self, act: Callable[[], Any]) -> None:
-        """Add a function to a teardown whose `order` is the default: one unnamed group."""
-        self.add("", act)
 
     @hold_interrupts()
     def close(self) -> None:

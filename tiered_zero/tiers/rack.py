@@ -43,7 +43,7 @@ class TierRack:
     """Allocates what the plan needs on every tier, and the staging buffers (host memory through which bytes pass to and
     from NVMe).
 
-    All of it is closed when `resources` closes the run: staging buffers and tiers, host memory, stores, disk engines,
+    All of it is closed when `resources` closes "tiers": staging buffers and tiers, host memory, stores, disk engines,
     directories. The files of a swap directory with a commit are kept; other swap directories are removed. Driver
     thread."""
 
@@ -72,7 +72,7 @@ class TierRack:
         }
         pin = zero.offload_param.pin_memory or zero.offload_optimizer.pin_memory
         self.arena = HostArena(plan.nbytes("host"), accelerator, pin and accelerator.pins, runtime.ledger)
-        resources.callback(self.arena.close)
+        resources.add("tiers", self.arena.close)
         self.param_staging = self._open_pool(plan.staging.params, "staging_param")
         self.state_staging = self._open_pool(plan.staging.state, "staging_state")
         self.gradient_staging = self._open_pool(plan.staging.gradients, "staging_gradient")
@@ -81,7 +81,7 @@ class TierRack:
         self.activation_staging = self._open_pool(size, "staging_activation")
         self.host = HostTier(self.arena, runtime)
         self.device = DeviceTier(accelerator, runtime.ledger)
-        resources.callback(self.device.close)
+        resources.add("tiers", self.device.close)
         staging = self.param_staging or self.state_staging
         self._nvme = {
             paths: NvmeTier(store, staging, runtime) for paths, store in stores.items() if staging is not None
@@ -92,7 +92,7 @@ class TierRack:
             if kind in scratch and pool is not None
         }
         for tier in self._all_nvme:
-            resources.callback(tier.close)
+            resources.add("tiers", tier.close)
 
     def drain(self) -> None:
         """Wait for all requests to the disks. Called when no lane (worker thread) has a job."""
@@ -132,7 +132,7 @@ class TierRack:
         if not size.nbytes:
             return None
         pool = StagingPool(self.arena, size.nbytes, size.count, kind, self._runtime.recorder)
-        self._resources.callback(pool.close)
+        self._resources.add("tiers", pool.close)
         self._pools.append(pool)
         return pool
 
@@ -142,7 +142,7 @@ class TierRack:
             directory = SwapDir.create([*map(Path, paths)], model=self._model_name, owner_note=launch_name())
         else:
             directory = SwapDir.open(adopted.directory)
-        self._resources.callback(directory.release)
+        self._resources.add("tiers", directory.release)
         engine = self._open_engine(directory)
         if adopted is None:
             weights = _weigh(directory.paths, engine, nbytes)
@@ -154,7 +154,7 @@ class TierRack:
             store = SwapStore.recover(
                 directory, engine, step=step, metadata=metadata, checksums=checksums, recorder=recorder
             )
-        self._resources.callback(lambda: store.close(remove=False))
+        self._resources.add("tiers", lambda: store.close(remove=False))
         return store
 
     def _open_engine(self, directory: SwapDir) -> IOEngine:
@@ -167,7 +167,7 @@ class TierRack:
             ),
             io_timeout_s=settings.io_timeout_s,
         )
-        self._resources.callback(selection.engine.close)
+        self._resources.add("tiers", selection.engine.close)
         watch(selection.engine)
         for reason in selection.reasons:
             logger.info("%s", reason)
