@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from tiered_zero.errors import ConfigError
 from tiered_zero.hardware.device.accelerator import Accelerator, CpuAccelerator
 from tiered_zero.hardware.device.streams import CudaAccelerator, StreamAccelerator
 from tiered_zero.hardware.probe import PROC, SYSTEM, Place, gpu_node, place_of
-from tiered_zero.hardware.ranks.collectives import Collectives, SingleRank, agree
+from tiered_zero.hardware.ranks.collectives import Collectives, agree
 from tiered_zero.hardware.ranks.launcher import device_backend, local_rank
 from tiered_zero.system import boot_id
 from tiered_zero.telemetry.spans import Ledger, Recorder
@@ -166,4 +166,4 @@ class Runtime:
     accelerator: Accelerator
     ledger: Ledger
     recorder: Recorder
-    collectives: Collectives = field(default_factory=SingleRank)
+    collectives: Collectives
