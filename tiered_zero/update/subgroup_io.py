@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from tiered_zero.concurrency.transfer import Transfer, wait_quietly
-from tiered_zero.hardware.device.accelerator import runs_on_lane
+from tiered_zero.hardware.device.accelerator import THIS_THREAD
 from tiered_zero.hardware.memory.host_memory import Lease, StagingPool
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
@@ -303,7 +303,7 @@ class SubGroupIO:
                 work.writes.append(written)
                 if unit_update is not None and offset is not None:
                     work.pending.append((unit_update, offset))
-        if on_device and runs_on_lane():  # compute does not wait for the lane's stream
+        if on_device and THIS_THREAD.is_lane:  # compute does not wait for the lane's stream
             work.writes.append(self._runtime.accelerator.record())
 
     def finish(self, work: SubGroupWork) -> None:

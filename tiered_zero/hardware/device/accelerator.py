@@ -64,11 +64,6 @@ class _ThisThread(threading.local):
 THIS_THREAD = _ThisThread()
 
 
-def runs_on_lane() -> bool:
-    """Return whether the calling thread belongs to a lane."""
-    return THIS_THREAD.is_lane
-
-
 def on_lane_error(call: str) -> InternalError:
     """Return the error for `call` on a lane's thread: `call` is only for compute's stream."""
     return InternalError(
@@ -420,13 +415,14 @@ class Accelerator(ABC):
         else:
             flat.data.view(torch.uint8).fill_(0xA5)
 
-    @abstractmethod
     def pin(self, address: int, nbytes: int) -> bool:
-        """Pin host memory, so that the device copies it directly. Return False if that fails; the first failure is
-        logged with its reason."""
+        """Pin host memory, so that the device copies it directly. Return False if that fails, or if the device needs no
+        pinned memory; the first failure is logged with its reason."""
+        return False
 
-    @abstractmethod
-    def unpin(self, address: int) -> None: ...
+    def unpin(self, address: int) -> None:
+        """Unpin memory that `pin` has pinned."""
+        return
 
     def close(self) -> None:
         """Finish every lane's jobs and stop the threads. Log the errors that no wait has raised. Idempotent."""
@@ -481,7 +477,6 @@ class CpuAccelerator(Accelerator):
         super().__init__(poison)
         self._delay_seed = delay_seed
         self.shares_cores = delay_seed is None
-        self._logged_pin = False
         self._page_pool: HugePagePool | None = None
         self._places: list[tuple[int, memoryview]] = []
         """(address, memory) of each range that `reserve_place` has reserved, sorted by address."""
@@ -527,8 +522,7 @@ class CpuAccelerator(Accelerator):
         the page faults of a fetch from thousands to a few. In debug mode, `poison` the flat."""
         if self._page_pool is None:  # the pool's places have huge pages already
             advise_huge_pages(flat)
-        if self._poison:
-            self.poison(flat)
+        self.poison(flat)
 
     def wait_on_compute(self, transfer: Transfer) -> None:
         if THIS_THREAD.is_lane:
@@ -544,15 +538,6 @@ class CpuAccelerator(Accelerator):
             self._page_pool.close()  # ranges that still exist keep it alive
         self._page_pool = None
         self._places.clear()
-
-    def pin(self, address: int, nbytes: int) -> bool:
-        if not self._logged_pin:
-            self._logged_pin = True
-            logger.info("host memory is pageable: the device is the CPU, which needs no pinned memory")
-        return False
-
-    def unpin(self, address: int) -> None:
-        """Do nothing: nothing was pinned."""
 
 
 def _describe(tensor: torch.Tensor) -> str:

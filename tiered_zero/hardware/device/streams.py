@@ -178,9 +178,6 @@ class StreamAccelerator(Accelerator):
         self._log_pageable(nbytes, f"torch has no call that registers host memory with {self.name}")
         return False
 
-    def unpin(self, address: int) -> None:
-        """Do nothing: nothing was pinned."""
-
     def _log_pageable(self, nbytes: int, why: str) -> None:
         if not self._logged_pin:
             self._logged_pin = True

@@ -233,11 +233,6 @@ class StagingPool:
         self._closed = False
 
     @property
-    def memory(self) -> memoryview:
-        """All buffers, one after another."""
-        return self._slot.memory
-
-    @property
     def num_free(self) -> int:
         return len(self._free)
 

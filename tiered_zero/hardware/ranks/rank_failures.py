@@ -14,7 +14,7 @@ from typing import Any, final
 
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import RankError, TieredZeroError
-from tiered_zero.hardware.device.accelerator import LaneTransfer, runs_on_lane
+from tiered_zero.hardware.device.accelerator import THIS_THREAD, LaneTransfer
 from tiered_zero.telemetry.spans import Recorder
 
 GRACE_S = 3.0
@@ -165,7 +165,7 @@ class RankFailures:
         whether the collective is over. `has_failed`: returns whether the collective has failed. If it has, the post of
         this rank's wait stays in the store, so that other ranks can read where this rank has waited. `what`, `call`:
         name and number of the collective. Raises RankError if another rank has failed."""
-        start_s, blocks_driver = time.perf_counter(), not runs_on_lane()
+        start_s, blocks_driver = time.perf_counter(), not THIS_THREAD.is_lane
         if not is_over(POLL_S):
             if blocks_driver:
                 self.post_wait(what, call)
