@@ -153,7 +153,6 @@ def pass_completions(clocks: Clocks, monkeypatch: pytest.MonkeyPatch) -> None:
 class ClockedAccelerator(Accelerator):
     """A GPU as the clocks see it, on which everything has happened at once."""
 
-    name = "cpu"
     device = torch.device("cpu")
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ def examine_device(pinned_nbytes: int) -> Iterator[Finding]:
     that says so is the last. `pinned_nbytes`: bytes to pin as a test."""
     accelerator = build_accelerator()
     try:
-        if accelerator.name == "cpu":
+        if accelerator.device.type == "cpu":
             fix = "install a torch for it, and look at its driver (nvidia-smi) and the devices given to this container"
             yield Finding("device", BAD, "torch finds no accelerator on this machine", fix)
             return

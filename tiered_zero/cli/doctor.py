@@ -208,7 +208,7 @@ def _pinning() -> Iterator[Finding]:
 
     accelerator = build_accelerator()
     try:
-        if accelerator.name == "cpu":
+        if accelerator.device.type == "cpu":
             yield Finding("pinned memory", GOOD, "not needed: the device is the CPU")
         else:
             yield check_pinning(accelerator, _PIN_TRIAL_NBYTES)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from tiered_zero.errors import ConfigError, RankError
-from tiered_zero.hardware.ranks.shard_group import Joinable, ShardGroup, StepHook, notify_join_context
+from tiered_zero.hardware.ranks.shard_group import Join, Joinable, ShardGroup, StepHook
 from tiered_zero.optim.offloaded import OffloadedOptimizer
 from tiered_zero.optim.state_files import describe, rebuild
 from tiered_zero.rules.torch_rule import on_cpu
@@ -105,7 +105,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             _sync_groups(self.param_groups, self.optim.param_groups)
             self.optim.step()
             return None
-        notify_join_context(self)
+        Join.notify_join_context(self)  # this rank still has data
         _sync_groups(self.param_groups, self.optim.param_groups)
         given = kwargs if closure is None else {"closure": closure, **kwargs}
         broadcasts = _Broadcasts(self._ranks, [_messages_of(groups) for groups in self._parts])

@@ -159,7 +159,7 @@ def test_a_store_that_has_ended_hides_no_lost_connection() -> None:
     failures.post("ValueError: no data")
     lost = RuntimeError("[/build/gloo/pair.cc:537] Connection closed by peer. GLHF!")
     error = failures.explain(lost, "control of step 3")
-    failures.end_wait()
+    failures.post_wait("", None)
     assert str(error).startswith(
         "control of step 3: the connection to another rank was lost, which has posted no error"
     )

@@ -305,7 +305,6 @@ class Accelerator(ABC):
     """The device that computes. `shares_cores`: compute and the host's own work compete for processors. `pins`: copies
     to and from host memory are faster, and overlap compute, if that memory is pinned."""
 
-    name: str
     device: torch.device
     shares_cores = False
     pins = False
@@ -325,7 +324,7 @@ class Accelerator(ABC):
         """Return the lane called `name`; start it at first use."""
         with self._lock:
             if self._closed:
-                raise RuntimeError(f"the {self.name} accelerator is closed; lane {name} cannot be had any more")
+                raise RuntimeError(f"the {self.device.type} accelerator is closed; lane {name} cannot be had any more")
             if name not in self._lanes:
                 self._lanes[name] = self._build_lane(name)
             return self._lanes[name]
@@ -470,7 +469,6 @@ class CpuAccelerator(Accelerator):
     """The CPU as the device. Compute runs on the calling thread: what it has launched is complete, and a wait blocks
     the thread. `delay_seed`: seed of random delays before and after each job, which simulate a separate device."""
 
-    name = "cpu"
     device = torch.device("cpu")
 
     def __init__(self, poison: bool = False, delay_seed: int | None = None) -> None:

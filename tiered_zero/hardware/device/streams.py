@@ -68,7 +68,6 @@ class StreamAccelerator(Accelerator):
         index = torch.accelerator.current_device_index() if device.index is None else device.index
         if index >= (count := torch.accelerator.device_count()):
             raise ConfigError(f"tiered_zero.device asks for {device.type}:{index}; there are {count} devices")
-        self.name = device.type
         self.device = torch.device(device.type, index)
         self._compute = torch.accelerator.current_stream(self.device)
         self._is_capturing = getattr(torch.get_device_module(device.type), "is_current_stream_capturing", lambda: False)
@@ -108,7 +107,7 @@ class StreamAccelerator(Accelerator):
             raise ModelError(
                 f"The engine and its modules were expected to be called on the stream that was current as the engine "
                 f"was made, {self._compute}; found {stream}. Call tiered_zero.initialize() inside of the same "
-                f"torch.{self.name}.stream(...) block, or forward, backward and step() outside of it."
+                f"torch.{self.device.type}.stream(...) block, or forward, backward and step() outside of it."
             )
 
     def record_compute(self) -> LaneTransfer:
@@ -175,7 +174,7 @@ class StreamAccelerator(Accelerator):
             logger.exception("waiting for the last work on %s failed", self.device)
 
     def pin(self, address: int, nbytes: int) -> bool:
-        self._log_pageable(nbytes, f"torch has no call that registers host memory with {self.name}")
+        self._log_pageable(nbytes, f"torch has no call that registers host memory with {self.device.type}")
         return False
 
     def _log_pageable(self, nbytes: int, why: str) -> None:

@@ -121,18 +121,15 @@ class PageRange:
         self.tensor, self.alias = (
             torch.frombuffer(mapping, dtype=torch.uint8, offset=start, count=nbytes) for _ in range(2)
         )
-        self.is_full = False
         pool.show_nans(self._address_of_first, self._nbytes)
 
     def fill(self) -> None:
         self._pool.map(self._address_of_first, self._nbytes)
-        self.is_full = True
 
     def empty(self, keep: bool = True) -> None:
         """Unmap the memory. `keep`: False frees it instead of storing it: something may still write to it, so no other
         unit may get it."""
         self._pool.unmap(self._address_of_first, self._nbytes, keep)
-        self.is_full = False
 
 
 def _address(mapping: mmap.mmap) -> int:

@@ -112,7 +112,7 @@ class RankFailures:
         """The failure of another rank, or the error that ended a collective on this rank. Every later call raises
         it."""
         with suppress(Exception):
-            self._post_wait("", None)
+            self.post_wait("", None)
 
     def post(self, message: str) -> None:
         """Post this rank's failure if no failure was posted before. Raises nothing."""
@@ -176,24 +176,16 @@ class RankFailures:
                         self.check_blocked()
             finally:
                 if blocks_driver and not has_failed():
-                    self.end_wait()
+                    self.post_wait("", None)
         if blocks_driver:
             end_s = time.perf_counter()
             self._traffic.waited_s += end_s - start_s
             self.recorder.add("compute", "wait_ranks", what, start_s, end_s)
 
-    def post_wait(self, what: str, call: CollectiveCall) -> None:
-        """Post that the driver thread waits in the collective `call`, called `what`, so that ranks can find a deadlock.
-        Driver thread."""
-        self._driver_waits = True
-        self._post_wait(what, call)
-
-    def end_wait(self) -> None:
-        """Post that the driver no longer waits. Driver thread."""
-        self._driver_waits = False
-        self._post_wait("", None)
-
-    def _post_wait(self, what: str, call: CollectiveCall | None) -> None:
+    def post_wait(self, what: str, call: CollectiveCall | None) -> None:
+        """Post that this rank waits for `what`, so that ranks can find a deadlock; "": that it does not wait. `call`:
+        the collective in which the driver thread waits; None: the driver does not wait."""
+        self._driver_waits = call is not None
         with suppress(Exception):
             if not self._is_store_lost:
                 posted = RankWaits(text=what, call=call, num_calls=dict(self.num_calls))
@@ -209,7 +201,7 @@ class RankFailures:
         nothing: in that case wait some seconds before the return, so that this rank ends later and the launcher names
         the killed one."""
         if not self._driver_waits:
-            self._post_wait(what, None)
+            self.post_wait(what, None)
         deadline_s = time.monotonic() + GRACE_S
         with suppress(Exception):
             if self._store.check([_FAILED]):

@@ -10,15 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from tiered_zero.concurrency.transfer import Completion
+from tiered_zero.concurrency.transfer import COMPLETED
 from tiered_zero.hardware.ranks.launcher import is_initialized, launched_world_size
 
-__all__ = ["Joinable", "ShardGroup", "StepHook", "notify_join_context"]
-
-
-def notify_join_context(joinable: Joinable) -> None:
-    """Tell torch's Join context, if there is one, that this rank still has data. Collective in that context."""
-    Join.notify_join_context(joinable)
+__all__ = ["Join", "Joinable", "ShardGroup", "StepHook"]
 
 
 @final
@@ -53,8 +48,7 @@ class ShardGroup:
         """Start to fill `tensor` with the tensor of rank `source` of the group. Return a work: its `wait()` blocks
         until `tensor` is filled."""
         if self.world_size == 1:
-            (done := Completion()).complete()
-            return done
+            return COMPLETED
         return dist.broadcast(tensor, self._global(source), group=self.process_group, async_op=True)
 
     def exchange(self, data: bytes) -> list[bytes]:
