@@ -49,7 +49,6 @@ class Transfer(ABC):
         """Block until the transfer is complete. If it failed, raise its error, at every call."""
 
 
-@final
 class Completion(Transfer):
     """A transfer that its owner completes by calling `complete` or `fail`."""
 

@@ -243,9 +243,9 @@ class ProcessGroups:
                 with timed:
                     job()
             except BaseException as error:
-                transfer.end(error)
+                transfer.fail(error)
             else:
-                transfer.end(None)
+                transfer.complete()
 
         self._last[name] = transfer
         self._lanes[name].submit(run)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
-from tiered_zero.concurrency.transfer import Transfer
+from tiered_zero.concurrency.transfer import Completion
 from tiered_zero.errors import RankError, TieredZeroError
 from tiered_zero.hardware.device.accelerator import THIS_THREAD, LaneTransfer
 from tiered_zero.telemetry.spans import Recorder
@@ -263,23 +263,15 @@ class RankFailures:
 
 
 @final
-class CollectiveTransfer(Transfer):
-    """One collective under way on the host. A wait ends early, with RankError, if another rank has failed."""
+class CollectiveTransfer(Completion):
+    """One collective under way on the host, which the lane's thread completes. A wait ends early, with RankError, if
+    another rank has failed."""
 
     def __init__(self, failures: RankFailures, call: CollectiveCall, what: str) -> None:
+        super().__init__()
         self._failures = failures
         self._call = call
         self.what = what
-        self.error: BaseException | None = None
-        self._event = threading.Event()
-
-    def end(self, error: BaseException | None) -> None:
-        """Complete the transfer. The lane's thread calls it once."""
-        self.error = error
-        self._event.set()
-
-    def done(self) -> bool:
-        return self._event.is_set()
 
     def wait(self) -> None:
         self._failures.wait(self._event.wait, lambda: self.error is not None, self.what, self._call)
