@@ -146,7 +146,8 @@ class Commits:
 
     def share(self, driver: Mapping[str, Any], commit_id: str) -> Share:
         """Write the durable copies, and return this rank's part of the commit. `driver`: this rank's own part of the
-        driver state. `commit_id`: the commit's id; rank 0's is used. Raises StoreError, TransferError."""
+        driver state. `commit_id`: an id for the commit; all ranks use that of rank 0. Raises StoreError,
+        TransferError."""
         state, scalars = self._state, self._state.view.scalars
         with torch.no_grad():
             self._copies.write(state.named_buffers())

@@ -258,8 +258,8 @@ def _check_arrays(
 
 
 def _arrays(kinds: Iterable[str]) -> dict[str, bool]:
-    """Map each kind of state array to whether it holds 8-bit codes. It does if `kinds` has an array of scales for it.
-    The arrays of scales are left out."""
+    """Map each kind of state array to whether its arrays hold 8-bit codes. They do if `kinds` also names arrays of
+    scales for them. The arrays of scales are left out."""
     own = dict.fromkeys(kinds).keys()  # in order
     return {kind: f"{kind}_scale" in own for kind in own if kind.removesuffix("_scale") not in own - {kind}}
 

@@ -99,8 +99,8 @@ ON_ITS_HOST: Final = (
 
 @final
 class Commit(StrictModel):
-    """A run's newest commit: the metadata of the store (set of swap files) that decides it. `checkpoint`: the manifest
-    for all ranks; its records lie in `stores`. `ranks`: each rank's part."""
+    """A run's newest commit, read from the metadata of the store (set of swap files) whose manifest decides the commit.
+    `checkpoint`: the manifest for all ranks; its records lie in `stores`. `ranks`: each rank's part."""
 
     commit_id: str
     checkpoint: TagManifest
@@ -186,8 +186,8 @@ def _committed(path: Path) -> Manifest:
 
 
 def _parts(committed: Manifest, path: Path) -> list[RankPart]:
-    """Return the parts of all ranks from a manifest's metadata; an empty list if the manifest's store does not decide
-    commits. Raises StoreError."""
+    """Return the parts of all ranks from a manifest's metadata. Return an empty list if another store than the
+    manifest's decides the commit. Raises StoreError."""
     ranks = committed.metadata.get("ranks")
     with refused(path):
         return [RankPart.model_validate(part) for part in (ranks if isinstance(ranks, list) else ())]
@@ -255,7 +255,8 @@ _FOREIGN: Final = {
 
 
 def _foreign(names: Iterable[str]) -> str:
-    """Return the text of `_FOREIGN` for a directory with these files; "" if no pattern matches."""
+    """Return what made a directory with these files, in the words of `_FOREIGN`; "" if none of its patterns matches a
+    name."""
     found = (what for pattern, what in _FOREIGN.items() if any(re.fullmatch(pattern, name) for name in names))
     return next(found, "")
 
@@ -491,7 +492,8 @@ def _take_named(path: Path, tag: str) -> FoundCheckpoint:
 
 
 def _take(info: TagInfo, manifest: TagManifest | None = None) -> FoundCheckpoint | None:
-    """Return the checkpoint to which a tag leads; None if it leads to none."""
+    """Return the checkpoint to which a tag leads; None if it leads to none. `manifest`: the tag's manifest, if the
+    caller has read it."""
     if not info.complete and info.swap is None:
         return None
     lines = (f"{info.path} leads to {info.swap}, which is loaded: {info.reason}.",) if info.is_superseded else ()

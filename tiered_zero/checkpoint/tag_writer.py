@@ -371,7 +371,8 @@ class TagWriter:
     def publish(self, fields: Mapping[str, Any], shares: Sequence[Share], *, save_latest: bool = True) -> None:
         """Make everything durable, give the tag its name, then set `latest`. `fields`: the fields of TagManifest except
         the tag and those that `shares` give. Data, manifest and the new `latest` become durable together, before the
-        tag gets its name. Raises StoreError: the tag is then discarded, except if only `latest` failed."""
+        tag gets its name. Raises StoreError. The tag is then discarded; but if only `latest` could not be set, the tag
+        stays."""
         assert not self._joins, "rank 0 publishes"
         try:
             stores = tuple(store for share in shares for store in share.stores)

@@ -343,8 +343,8 @@ def _check_model(directory: Path, stem: str, tensors: Sequence[WeightTensor]) ->
 
 
 def _publish(directory: Path, temporary: Path, names: Sequence[str], stem: str) -> None:
-    """Replace the weights in the directory by the files `names` from `temporary`. The file that readers look for is
-    renamed last."""
+    """Replace the weights called `stem` in the directory by the files `names` from `temporary`. The last of `names`,
+    the file that readers open first, is renamed last."""
     for path in [directory / f"{stem}.safetensors.index.json", *weight_files(directory, stem)]:
         if len(names) > 1 or path.name not in names:  # else the rename replaces the file at once
             path.unlink(missing_ok=True)

@@ -184,8 +184,8 @@ def seconds_facts(step: StepSeconds) -> dict[str, Any]:
 
 
 def seconds_lines(step: StepSeconds, plan: Plan, machine: Machine) -> Iterator[str]:
-    """Yield lines about the predicted step: its seconds by resource; from how many tokens on the transfers of a tier
-    are hidden behind compute; and what would shorten the step."""
+    """Yield lines about the predicted step: its seconds by resource; for each tier, how many tokens a step needs so
+    that the tier's transfers are hidden behind compute; and what would shorten the step."""
     sizes = ((tier, plan.nbytes(tier)) for tier in TIERS)
     yield f"Predicted step on {machine.name}:"
     yield f"  bytes     {', '.join(f'{tier} {format_nbytes(nbytes)}' for tier, nbytes in sizes if nbytes)}"

@@ -85,8 +85,9 @@ def _idle_key(path: str, why: str, *, quiet: bool = False) -> Key:
 
 
 def _plain(node: Any, path: str, reading: Reading) -> Any:
-    """Copy the dicts and lists of a config, so that they may be changed. Keys that begin with "_" are comments: they
-    are recorded in `reading` and left out. Raises ConfigError for a key that is no string."""
+    """Copy the dicts and lists of a config, so that they may be changed. `path`: the keys that lead to `node`, each
+    followed by a dot. Keys that begin with "_" are comments: they are recorded in `reading` and left out. Raises
+    ConfigError for a key that is no string."""
     if isinstance(node, Mapping):
         for name in node:
             if not isinstance(name, str):

@@ -50,7 +50,8 @@ def shown(value: Any) -> str:
 
 
 def whole(value: Any) -> int:
-    """Convert an int, an integral float (1e9), or a string of one of them to an int. Large ints stay exact."""
+    """Convert an int, an integral float (1e9), or a string of one of them to an int. Large ints stay exact. Raises
+    ValueError for any other value."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, str) and value.strip().lstrip("+-").isdecimal():

@@ -176,7 +176,7 @@ class DeepSpeedNames(ABC):
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Set whether each `step()` from now on updates the weights. None: the engine counts micro-batches again.
-        Raises ModelError without managed_gradient_accumulation, because every `step()` then updates."""
+        Raises ModelError if managed_gradient_accumulation is false: every `step()` updates in that case."""
         if not self._run.config.managed_gradient_accumulation:
             raise ModelError(
                 "set_gradient_accumulation_boundary() was expected where the engine counts micro-batches; found "

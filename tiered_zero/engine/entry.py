@@ -513,10 +513,10 @@ class Entrance:
             self._movers.drain()
 
     def fail_ranks(self, error: BaseException | None) -> None:
-        """End the run on all ranks after a forward or `loss.backward()` that the user called without the engine has
-        raised on this rank. Otherwise the other ranks would wait in a collective that this rank never calls. Do nothing
-        if such a call runs no collectives in this run. `error`: the exception; None if the program has caught it, so
-        that it is not known."""
+        """End the run on all ranks. Called when a forward or `loss.backward()` that the user called without the engine
+        has failed on this rank: the other ranks would wait in a collective that this rank never calls. Do nothing if
+        such calls run no collectives in this run. `error`: the exception that ended the call; None if the program has
+        caught it, so that it is not known."""
         name, reducer = self._phase.now.value, self._movers.reducer
         if reducer is None or not (reducer.shards_params or reducer.is_open):
             return

@@ -252,7 +252,8 @@ class UnitGradients:
 
     def show(self, entry: FlatEntry, loss_scale: float) -> torch.Tensor:
         """Return the tensor that users get as `param.grad`, for a parameter with a gradient. It is the same object
-        until the step ends. With a loss scale, or on NVMe, it is an unscaled copy."""
+        until the step ends: the tensor that the user has assigned, else a view of `flat`. With a loss scale, or if the
+        gradients are on NVMe, it is an unscaled copy instead of a view."""
         index = entry.param.index
         if index not in self.assigned:
             self.wait_transfers()
@@ -399,8 +400,8 @@ def _padding(unit: Unit) -> Iterator[slice]:
 
 
 def copy_or_add(source: torch.Tensor, target: torch.Tensor, *, adds: bool, divisor: float = 1.0) -> None:
-    """Divide `source` [n] in place by `divisor`, then copy it to the first elements of `target`; if `adds`, add it to
-    them instead. Runs on the reduce lane."""
+    """Divide `source` [n] in place by `divisor`. Then copy it to the first elements of `target`, or, if `adds`, add it
+    to these elements. Runs on the reduce lane."""
     for low in range(0, source.numel(), SUM_CHUNK_NUMEL):
         chunk = source[low : low + SUM_CHUNK_NUMEL]
         into = target[low:][: chunk.numel()]
@@ -591,8 +592,8 @@ class InFlightGradients:
                 load.lease.release()
 
     def _loads(self, copies: Sequence[GradCopy]) -> Iterator[list[tuple[int, GradCopy]]]:
-        """Divide `copies` into parts that fit into staging buffers. Yield for each buffer its parts, each with its
-        first byte in the buffer."""
+        """Divide `copies` into parts that fit into staging buffers. Yield one list for each staging buffer: (the part's
+        first byte in the buffer, part) for each part."""
         room = 0 if self._staging is None else self._staging.buffer_nbytes
         parts: list[tuple[int, GradCopy]] = []
         used = 0

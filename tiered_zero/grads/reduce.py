@@ -544,8 +544,9 @@ class UseMark:
 
 @final
 class UnitUses:
-    """Decides when backward has passed a unit: brings no more gradients of it. Some of the unit's parameters may get no
-    gradient. For parameters that are whole on each rank. Used on the driver thread or autograd's.
+    """Decides when backward has passed a unit, which means that it brings no more gradients of the unit. Some of the
+    unit's parameters may get no gradient. For parameters that are whole on each rank. Used on the driver thread or
+    autograd's.
 
     [Note: Marks of uses] Autograd runs nodes in the reverse order of forward if it can. So the gradient of a module's
     input is complete after all gradients of the module's parameters, and a hook on the input runs after all of them.

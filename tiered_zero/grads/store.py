@@ -302,8 +302,8 @@ class GradientStore:
         gradients.frozen = True
 
     def keep(self, unit: Unit) -> None:
-        """Keep a unit's gradients in host memory until the running update has read them, if their home is NVMe. They
-        are then not written to disk."""
+        """Keep a unit's gradients in host memory until the running update has read them, instead of writing them to
+        disk. Do nothing if their home is not NVMe."""
         if (flat := self._units[unit.index].paged) is not None:
             self._accelerator.lane("reduce").submit(partial(flat.windows.keep, flat), waits=False)
 
@@ -405,8 +405,8 @@ class GradientStore:
         itself is the gradient until the next backward or step() copies it to the gradient's home.
 
         `value` must have the parameter's shape, and the dtype and device of the parameter or of the gradient's home.
-        With a loss scale it is unscaled, and may be fp32. Raises ModelError for other tensors, and while gradients are
-        hidden. Called on the driver thread."""
+        With a loss scale, `value` must be the gradient of the loss before it was scaled, and may be fp32. Raises
+        ModelError for other tensors, and while gradients are hidden. Called on the driver thread."""
         if (place := self._places.get(param)) is None:
             return
         gradients, entry = place

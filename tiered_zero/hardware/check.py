@@ -298,9 +298,10 @@ def model_rates(
 ) -> tuple[Mapping[str, float], Mapping[str, float]]:
     """Measure what a small model computes besides its matrix products, in forward and backward together.
 
-    Return two mappings of dtype name -> elements per second: elements of hidden states for the transformer blocks,
-    logits for the loss. `products`: the result of `product_rates`. Dtypes that the device multiplies slowly are left
-    out, and dtypes in which the model does not fit or does not run."""
+    Return two mappings of dtype name -> elements per second. The first is for the transformer blocks and counts
+    elements of hidden states. The second is for the loss and counts logits. `products`: the result of `product_rates`.
+    Dtypes that the device multiplies slowly are left out, and dtypes in which the model does not fit or does not
+    run."""
     tokens, layers, vocab = _MODEL_SHAPES[accelerator.device.type == "cpu"]
     hidden = _SHAPES[accelerator.device.type == "cpu"][1]
     in_blocks, logits = {}, {}

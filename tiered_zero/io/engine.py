@@ -403,8 +403,8 @@ class IOEngine(ABC):
         self.check_process(file.path)
 
     def _drain(self, file: File | None = None) -> bool:
-        """Wait until no request of `file` is in flight; None: of any file. After a stall, look without waiting. Return
-        False if a request is stuck."""
+        """Wait until no request of `file` is in flight; None: no request of any file. Once a request has stalled, do
+        not wait, but only look. Return False if a request is still in flight."""
         if self._pid != os.getpid():
             return True
         for transfer in list(self._unfinished):

@@ -55,8 +55,8 @@ class Bucket:
 
     def nbytes(self, itemsize: int) -> int:
         """Return the bytes of the bucket and of the buffer behind it, which receives rows from other ranks. The buffer
-        has room for the rows of all other ranks, but for at most SHARED_NUMEL elements or one row, whichever is more.
-        `itemsize`: the bytes of an element."""
+        has room for the rows of all other ranks if these have at most SHARED_NUMEL elements. Otherwise it has room for
+        SHARED_NUMEL elements or for one row, whichever is more. `itemsize`: the bytes of an element."""
         row_numel = max(stop - start for start, stop in pairwise(self.bounds))
         num_others = len(self.bounds) - 2
         room_numel = max(num_others, row_numel, min(num_others * row_numel, SHARED_NUMEL))
@@ -96,8 +96,9 @@ def cut_buckets(units: Sequence[Unit], world_size: int, bucket_numel: int) -> li
 
 
 def _bucket(columns: Sequence[tuple[Unit, range, bool]], world_size: int) -> Bucket:
-    """Build a bucket. `columns`: for each part its unit, a range of elements counted from the start of a shard, and
-    whether this range ends the largest shard. The part has these elements of every rank's shard."""
+    """Build a bucket. `columns`: for each part (unit, elements, is last). Each rank's shard of the unit gives these
+    elements to the part; they are counted from the start of the shard. The last part of a unit ends where its largest
+    shard ends."""
     ranks = range(world_size)
     spans = [[unit.shard(rank)[part.start : part.stop] for rank in ranks] for unit, part, _ in columns]
     bounds = tuple(accumulate((sum(len(own[rank]) for own in spans) for rank in ranks), initial=0))

@@ -155,8 +155,8 @@ BUFFERS = -1
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedSlot:
-    """A slot that the run reserves: a region of a tier. `index`: the sub-group's, if `kind` is "state"; the unit's, for
-    all other kinds; BUFFERS: the slot is for a copy of the model's buffers.
+    """A slot that the run reserves: a region of a tier. `index`: the index of the sub-group if `kind` is "state", else
+    of the unit. A slot for a copy of the model's buffers has the index BUFFERS.
 
     `num_durable`: the number of the slot's places on disk for in-place commits. 2: each commit writes the place that
     the last commit does not name. 1: the slot is written once. 0: no commit includes the slot.

@@ -75,11 +75,11 @@ class PagerLimits:
     `live_nbytes`: the planned bytes of these units on the device at once. `reserved_nbytes`: the memory that the
     device's allocator takes for these bytes. `most_live_nbytes`: the most that the config allows, for code that uses
     more units together than a forward of nested modules does (a checkpointed region of many blocks, `gathered`).
-    `one_module`: all parameters of the largest unit belong to one module, which no size cap cuts. `limited_by`: each
-    limit that allows fewer units on the device, or fetched ahead, than a full window: the name of a setting, or a tier
-    without room. `tier`: the tier of the limit that applies; "host" if the device's memory is the host's.
-    `prefetch_numel`: the most elements fetched ahead of their use. `reuse_numel`: a unit that is used again within this
-    many elements is kept if there is room.
+    `one_module`: all parameters of the largest unit belong to one module, which no size cap cuts. `limited_by`: what
+    makes the window smaller than a full one: names of settings, and the tier if it has too little room. `tier`: the
+    tier whose limit applies to these units: "device", or "host" if the device's memory is the host's. `prefetch_numel`:
+    the most elements fetched ahead of their use. `reuse_numel`: a unit that is used again within this many elements is
+    kept if there is room.
     """
 
     live_nbytes: int
@@ -327,9 +327,9 @@ def _rows(
 
 
 def _second_in_flight_nbytes(to_host: Sequence[Unit], request: PlanRequest, room_nbytes: int) -> int:
-    """Return the bytes of the gradients of a second unit that may be in flight; 0 if the CPU computes, or if the device
-    has no room for them. On an accelerator a gradient counts as in flight from the launch of its computation. With room
-    for one unit only, the host could not launch backward ahead of the device."""
+    """Return the bytes of gradients to plan for a second unit in flight; 0 if the CPU computes, or if the device has no
+    room for them. On an accelerator a gradient is in flight from the launch of its computation on. With room for one
+    unit only, the host could not launch backward ahead of the device."""
     second = sorted((unit.nbytes for unit in to_host), reverse=True)[1:2]
     return 0 if request.shares_cores or sum(second) > room_nbytes else sum(second)
 
@@ -523,9 +523,9 @@ def _changes(plan: Plan, row: PlanRow, tier: str) -> Iterator[tuple[str, float]]
 
 
 def _gradient_changes(plan: Plan, row: PlanRow, tier: str) -> Iterator[tuple[str, float]]:
-    """Yield the changes of settings that free gradients in host memory. If state goes to nvme, gradients go there too.
-    Only the windows stay, the buffers through which gradients pass: for a small model these are as large as the
-    gradients."""
+    """Yield the changes of settings that free gradients in host memory: (change, share of the gradients' bytes that it
+    frees). If a change moves state to nvme, gradients go there too, and only the windows stay in host memory. For a
+    small model the windows are as large as the gradients; the change is then left out."""
     request = plan.request
     if tier == "host" and request.gradient_tier == "host" and request.state_tier == "nvme":
         yield "set tiered_zero.gradients to auto", 1.0

@@ -209,9 +209,9 @@ class SwapDir:
 
     @classmethod
     def open(cls, path: Path) -> SwapDir:
-        """Take over the directories of a run that has ended, which were kept. `path`: any of them. They stay on disk
-        until `remove`. Raises StoreError if the owner is alive, or if a directory is missing or belongs to another
-        user."""
+        """Take over the directories of a run that has ended and kept them. `path`: any one of these directories. They
+        stay on disk until `remove`. Raises StoreError if the run's owner is alive, or if a directory is missing or
+        belongs to another user."""
         owner = read_owner(path)
         holds: list[_Hold] = []
         try:
@@ -444,7 +444,8 @@ def collect_garbage(
 
 
 def _collect(run: RunInfo, dry_run: bool, committed: bool, unknown: bool) -> Collected:
-    """Remove one run's directory if that is allowed, and return what was done. Raises OSError, StoreError."""
+    """Remove one run's directory if that is allowed, and return what was done. `dry_run`, `committed`, `unknown`: as in
+    `collect_garbage`. Raises OSError, StoreError."""
     if (refusal := _refusal(run, committed, unknown)) is not None:
         return Collected(run=run, removed=False, reason=refusal)
     parent, name = run.path.parent.resolve(), run.path.name

@@ -149,7 +149,7 @@ class Span(NamedTuple):
 def locate(record: Record, ranges: Iterable[Range], start: int, end: int, most_nbytes: int | None = None) -> list[Span]:
     """Return where the bytes `[start, end)` of a record lie, as spans in order. `ranges`: the record's ranges that hold
     these bytes. Ranges that follow each other in the store are joined to one span. `most_nbytes`: the most bytes of a
-    joined span."""
+    joined span; None: no limit."""
     spans: list[Span] = []
     for item in ranges:
         low, high = max(item.start, start), min(item.end, end)

@@ -316,9 +316,10 @@ class TorchRule(UpdateRule):
         self._fields: dict[tuple[tuple[int, ...], str], list[StateField]] = {}
 
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
-        """Find the state arrays by two trial steps. Whole parameters are tried on meta tensors, and on CPU tensors if
-        that fails. Raises ModelError if the class fails on this shape, if its state is neither tensors nor plain
-        values, or if the update of a parameter depends on other parameters."""
+        """Find the state arrays by two trial steps. A class in ELEMENTWISE is tried on one element. Any other class is
+        tried on whole parameters: on the meta device first, and on the CPU if that fails. Raises ModelError if the
+        class fails on this shape, if its state is neither tensors nor plain values, or if the update of a parameter
+        depends on other parameters."""
         self._refuse_options(hyper)
         options = repr(sorted((name, value) for name, value in hyper.items() if name != "params"))
         key = ((1,) if self.elementwise else shape, options)
@@ -624,9 +625,9 @@ class TorchRule(UpdateRule):
 
 
 def _stride(array: torch.Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the strides of a state array in an unusual memory order, such as that of eigenvectors, because the order
-    decides how products round. Return None if the array is row-major, has the parameter's shape, or is not dense.
-    `shape`: the parameter's."""
+    """Return the strides of a state array in an unusual memory order, such as that of eigenvectors; the order decides
+    how products round. Return None if the array is row-major, has the parameter's shape, or is not dense. `shape`: the
+    parameter's shape."""
     is_usual = tuple(array.shape) == shape or array.is_contiguous()
     return None if is_usual or not torch.ops.aten.is_non_overlapping_and_dense(array) else array.stride()
 

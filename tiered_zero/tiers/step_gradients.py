@@ -152,8 +152,8 @@ class PagedFlat:
     NVMe. Only `FlatWindows` changes its fields.
 
     Its bytes are undefined until it is opened, and after `FlatWindows.drop`. `dtype`: the dtype of its elements.
-    `cuts`: the first elements of the parts that are read separately; 0 may be left out. `padding`: the ranges between
-    and after parameters, which are zero in every window."""
+    `cuts`: the elements at which the flat is cut into parts that are written and read separately. `padding`: the ranges
+    between and after parameters, which are zero in every window."""
 
     def __init__(
         self,
@@ -363,9 +363,9 @@ class FlatWindows:
         return None
 
     def _finish_write(self, flat: PagedFlat, writing: Transfer, lane: str = "update") -> None:
-        """Wait for `writing`, a result of `_next_write`, and raise its error. If it is the write of the flat's window,
-        then free the window; a window that could not be written stays. If it is a transfer to the window, free
-        nothing."""
+        """Wait for `writing`, a result of `_next_write`, and raise its error. After the write of the flat's window,
+        free the window; a window that could not be written stays. After copies to the window, free nothing. `lane`: the
+        lane for which the recorder counts the wait."""
         is_stored = False
         try:
             with self._recorder.span(lane, "wait_grad", flat.name):

@@ -94,8 +94,9 @@ class Schedule:
         return True
 
     def distance(self, unit: PagedUnit) -> int | None:
-        """Return the predicted number of elements in the uses from now until the unit's next use: as many as lay
-        between its uses last time, less those used since. Return None if it was not used again last time."""
+        """Return the predicted number of elements in the uses from now until the unit's next use. It is the number that
+        lay between the same two uses last time, less the elements used since the unit's last use. Return None if no
+        such number was recorded."""
         if unit not in self._uses:
             return None
         use, position = self._uses[unit]
@@ -204,7 +205,7 @@ class UnitCache:
 
     def fetch(self, paged: PagedUnit) -> None:
         """Fetch a unit that is about to be used. If the device has no memory for the unit, evict every idle unit and
-        try once more."""
+        try once more. Raises OutOfMemoryError if the device still has no memory."""
         if self.is_closed:
             self.refuse_closed(paged)
         if self._kept_nbytes or self._missing_nbytes(paged) > 0:
@@ -258,8 +259,8 @@ class UnitCache:
 
         With a bucket of 0 nothing is fetched. With any other bucket, the first unit is fetched even if it is larger
         than the bucket. To make room, only units without expected uses are evicted. The last backward of a step also
-        stops at the first unit that the next forward uses and step() will change; with several ranks, before the first
-        use in the next forward. `phase`: the phase of the engine's call. See [Note: Expected uses]."""
+        stops before a unit that the next forward uses and step() will change. With several ranks it stops before the
+        first unit that the next forward uses. `phase`: the phase of the engine's call. See [Note: Expected uses]."""
         bucket_numel, schedule = self._limits.prefetch_numel, self.schedule
         if not bucket_numel:
             return

@@ -118,8 +118,8 @@ class DriverThread:
 
     def begin_backward(self) -> None:
         """Reserve the engine for the thread of a backward that the user started without the engine, until
-        `end_backward` or until that backward ends. Raises ModelError if another thread is inside, unless this thread is
-        one of autograd's and works for that thread."""
+        `end_backward` or until that backward ends. Raises ModelError if another thread is inside the engine. One of
+        autograd's threads that works for the thread inside is admitted."""
         with self._lock:
             self.check(BACKWARD)
             self._in_backward = _thread_in_backward()
@@ -180,7 +180,8 @@ def _refusal(call: str, inside: threading.Thread) -> ModelError:
 
 
 def _works_for(inside: threading.Thread) -> bool:
-    """Return whether this is one of autograd's threads in a backward, and the thread `inside` waits for a backward."""
+    """Return whether the calling thread is one of autograd's and runs a backward, while the thread `inside` waits for a
+    backward."""
     return torch._C._current_graph_task_id() != -1 and _is_autograds() and _waits_in_backward(inside)
 
 

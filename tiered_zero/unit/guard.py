@@ -92,8 +92,8 @@ class ClosedEngine:
         self._own_class = own_class
 
     def revive(self, param: nn.Parameter, func: Callable[..., Any], args: Sequence[Any]) -> bool:
-        """Make the parameter plain with a new value, if the call `func(*args)` assigns one, as load_state_dict() does.
-        Return whether it does."""
+        """Make the parameter plain, with a new value, if the call `func(*args)` assigns it one, as load_state_dict()
+        does. Return whether the call assigns one."""
         if func not in (torch.Tensor.copy_, set_data) or args[0] is not param:
             return False
         if isinstance(value := args[1], OffloadedParameter):
@@ -152,8 +152,8 @@ def set_gradient_home(params: Iterable[nn.Parameter], home: GradientHome | None)
 
 
 def read_grad(param: nn.Parameter, is_guarded: bool) -> torch.Tensor | None:
-    """Return `param.grad`: autograd's attribute if it is set, else the gradient at its home. `is_guarded`: whether the
-    parameter is guarded; if not, its home is read only while `GradientHome.is_shown`."""
+    """Return `param.grad`: autograd's attribute if it is set, else the gradient at its home. The home of a parameter
+    that is not guarded is read only while `GradientHome.is_shown`. `is_guarded`: whether the parameter is guarded."""
     with torch._C.DisableTorchFunctionSubclass():
         grad: torch.Tensor | None = _grad.__get__(param)
     if grad is not None:

@@ -156,8 +156,8 @@ class Materializer:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UnitPlacer:
-    """Makes parameters views of their unit's flat, and writes their values: in fp32 to the masters, rounded to the
-    unit's home.
+    """Makes parameters views of their unit's flat, and writes their values. The masters get fp32 values; the unit's
+    home gets values rounded to the unit's dtype.
 
     `store_masters(unit, masters)`: writes the masters [P], fp32. `resumed`: None in a new run. In a resumed run, whose
     masters are stored already, `resumed(unit)` returns the saved parameters [P] of a unit; at least this rank's part of
@@ -191,7 +191,8 @@ def materialize_model(
     params_of: Callable[[Unit], Sequence[nn.Parameter]],
     placer: UnitPlacer,
 ) -> None:
-    """Place every unit, one module group at a time. `params_of(unit)`: returns the unit's parameters.
+    """Place every unit, module by module: first all units of one module, then those of the next. `params_of(unit)`:
+    returns the unit's parameters.
 
     The memory that parameters had is freed unit by unit. After a failure in the middle some parameters of the model are
     gone, and reading them raises. So check everything that can be checked before this call. Freed blocks go back to the

@@ -211,7 +211,7 @@ class SavedViews:
 
     def hooks_inside(self, outer: tuple[Pack, Unpack] | None) -> tuple[Pack, Unpack] | None:
         """Return the hooks to set inside of `outer`, the hooks that are set now (None: there are none). Return None if
-        none are to be set: inside of our own hooks, or of those of a checkpoint.
+        no hooks are to be set, because `outer` are our own hooks or those of a checkpoint.
 
         Tensors that are no views of a unit still go to `outer`, such as save_on_cpu(). A checkpoint must get all
         tensors: it counts the saved ones, weights too, and its recomputation runs without the engine's call around

@@ -450,8 +450,8 @@ class PagedUnit:
         self._change(UnitState.CACHED)
 
     def end_residence(self) -> None:
-        """Enter OFFLOADED: the device holds no valid bytes of the unit any more. STALE weights become CURRENT, because
-        the home's weights count again."""
+        """Enter OFFLOADED: the device holds no valid bytes of the unit any more. STALE weights become CURRENT: what
+        user code wrote is dropped, and the unit has its home's weights again."""
         self._change(UnitState.OFFLOADED, WeightState.CURRENT if self.weights is WeightState.STALE else None)
         self.fetch = None
 

@@ -207,9 +207,9 @@ class UpdatePipeline:
         self._prefetcher.cancel()
 
     def hold(self, until: Mapping[int, Transfer], reading: Transfer = COMPLETED) -> None:
-        """Delay updates while a save reads state in place. `until`: index of a sub-group -> the transfer after which
-        the sub-group may be updated. `reading`: ends when the save has read everything, parameters too; it never fails.
-        Called on the thread that updates."""
+        """Set what updates wait for while a save reads state in place. `until`: index of a sub-group -> the transfer
+        after which the sub-group may be updated. `reading`: ends when the save has read everything, parameters too, and
+        never fails; `wait_held` waits for it. Called on the thread that updates."""
         self._held, self._reading = until, reading
 
     def wait_held(self) -> None:
@@ -528,8 +528,8 @@ class Prefetcher:
         return None
 
     def evict_last(self) -> bool:
-        """Drop the sub-group that was read ahead last, to free its buffer for one that was not expected. Return False
-        if none was read ahead."""
+        """Drop the sub-group that was read ahead last. Its buffer is then free for a sub-group that was not expected.
+        Return False if no sub-group was read ahead."""
         if not self._works:
             return False
         _, last = self._works.popitem()

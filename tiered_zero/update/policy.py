@@ -547,8 +547,8 @@ class DelayedPolicy(UpdatePolicy):
         """Do nothing: an update runs during this backward, and reads ahead itself."""
 
     def at_cut(self, job: Callable[[], None]) -> Transfer:
-        """Do what `UpdatePolicy.at_cut` says, after making the delayed update visible, so that a save holds the state
-        of one step."""
+        """Make the delayed update visible, so that a save holds the state of one step. Then do what
+        `UpdatePolicy.at_cut` does."""
         self._finish()
         return super().at_cut(job)
 

@@ -55,7 +55,7 @@ class StreamAccelerator(Accelerator):
 
     def __init__(self, device: torch.device, poison: bool = False) -> None:
         """Find the device, and use its current stream for compute. `device`: without an index, the current device is
-        used. Raises ConfigError if torch finds no such device."""
+        used. `poison`: debug mode, see `Accelerator.poison`. Raises ConfigError if torch finds no such device."""
         found = torch.accelerator.current_accelerator(check_available=True)
         if found is None or found.type != device.type:
             raise ConfigError(
@@ -202,8 +202,8 @@ class CudaAccelerator(StreamAccelerator):
         return torch.cuda.current_stream(self.device)
 
     def _new_event(self) -> torch.Event:
-        """Make an event. A thread that waits for it sleeps, since the update needs the core. With torch.Event the
-        thread would spin: torch.Event accepts the argument `blocking` but ignores it (c10::EventFlag 2.13 only has
+        """Make an event for which a waiting thread sleeps and leaves its core to the update. A thread that waits for a
+        torch.Event spins: torch.Event accepts the argument `blocking` but ignores it (c10::EventFlag 2.13 only has
         timing)."""
         return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 

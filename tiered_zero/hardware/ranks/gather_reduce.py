@@ -218,8 +218,9 @@ class DeviceCollectives:
         call: CollectiveCall,
         after: Sequence[Transfer],
     ) -> Transfer:
-        """Start to sum all ranks' copies of this rank's row of `bucket` into this rank's copy, in rank order. `room`:
-        memory to receive the other ranks' copies. `what`, `call`, `after`: as in `all_gather`."""
+        """Start to add up this rank's row of `bucket` over all ranks, in rank order. The sum replaces this rank's own
+        row. `rows`: one view of `bucket` for each rank. `room`: memory to receive the other ranks' copies of the row.
+        `what`, `call`, `after`: as in `all_gather`."""
         group, rank = self._group, self._rank
         part_numel = room.numel() // (self._world_size - 1)
 

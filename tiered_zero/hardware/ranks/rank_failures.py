@@ -162,9 +162,9 @@ class RankFailures:
         call: CollectiveCall,
     ) -> None:
         """Wait for other ranks until a collective is over. `is_over(seconds)`: waits at most that long, and returns
-        whether the collective is over. `has_failed`: returns whether the collective has failed. If it has, the post of
-        this rank's wait stays in the store, so that other ranks can read where this rank has waited. `what`, `call`:
-        name and number of the collective. Raises RankError if another rank has failed."""
+        whether the collective is over. `has_failed`: returns whether the collective has failed. While this rank waits,
+        the store says so. After a failure the store keeps this text, so that other ranks can read where this rank has
+        waited. `what`, `call`: name and number of the collective. Raises RankError if another rank has failed."""
         start_s, blocks_driver = time.perf_counter(), not THIS_THREAD.is_lane
         if not is_over(POLL_S):
             if blocks_driver:
