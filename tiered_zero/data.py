@@ -131,11 +131,11 @@ class TrainingLoader(DataLoader[Any]):
 
     def resplit(self, state: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
         """Convert `state` to this loader's number of ranks. `num_ranks`: the number of ranks of the loader that saved
-        it.
+        `state`.
 
-        In the middle of a pass the ranks continue with the first sample that no rank had taken. If the number of taken
-        samples is not divisible by this loader's number of ranks, the last of these samples, fewer than there are
-        ranks, come again."""
+        In the middle of a pass the ranks continue behind the samples that were taken. If the number of these samples is
+        not divisible by this loader's number of ranks, the remainder (the last taken samples, fewer than there are
+        ranks) is given a second time."""
         order, length = self._order, state["length"]
         if order is None or num_ranks == order.num_ranks or length != order.length_of(num_ranks):
             return dict(state)

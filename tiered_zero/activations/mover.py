@@ -450,9 +450,9 @@ class ActivationMover:
                 return
 
     def _make_room(self, nbytes: int) -> None:
-        """Make room for `nbytes` in flight. First wait for writes, and free what they have moved. If that is too
-        little, free records that were read back, the one packed last first; they are read again when backward needs
-        them."""
+        """Make room for `nbytes` in flight. First wait for writes, and free the storages that were written. If that is
+        too little, free storages that were read back, beginning with the one saved last: backward reads them again when
+        it needs them."""
         allowed_nbytes = self._plan.in_flight_nbytes - nbytes
         self._wait_written(allowed_nbytes)
         if self._in_flight_nbytes > allowed_nbytes:

@@ -248,9 +248,9 @@ class Checkpoints:
         return matched, driver
 
     def adopt(self, adoption: Adoption, values: AdoptedValues, place: Callable[[], None]) -> None:
-        """Resume from an in-place commit whose swap files this run has taken over: masters and state stay where they
-        lie. `values`: reads the buffers' values from the commit. `place`: see `load`. Raises ModelError and StoreError
-        on every rank."""
+        """Resume from an in-place commit whose swap files this run has taken over. Masters and state stay where they
+        are in these files. `values`: reads the values of buffers from the commit. `place`: see `load`. If it fails on
+        one rank, every rank raises ModelError or StoreError."""
         checked: list[tuple[Matched, dict[str, Any]]] = []
         agree(self._ranks, f"{_LOAD}: its contents", lambda: checked.append(self._check(adoption.manifest, EVERYTHING)))
         place()

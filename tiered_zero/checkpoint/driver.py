@@ -158,8 +158,8 @@ class DriverState:
 
     def capture(self, client_state: Mapping[str, Any] | None) -> State:
         """Return a copy of the driver state as it is now, encoded by `to_json`. `client_state`: the user's values;
-        None: there are none. Raises ModelError for a value that cannot be saved, with its path, and for a scheduler
-        without state_dict()."""
+        None: there are none. Raises ModelError for a scheduler without state_dict(), and for a value that cannot be
+        saved; the error names the value's path."""
         if client_state is not None and not isinstance(client_state, Mapping):
             raise ModelError(f"client_state was expected as a dict; found {type(client_state).__name__}.")
         overflow_counts, scaler = self.overflow.state()
@@ -322,8 +322,9 @@ def _select_rank(state: State, ranks: Collectives) -> int:
 
 
 def _scheduled_options(optimizer: TieredOptimizer, groups: Any) -> Any:
-    """Return this run's param groups with the values in `_SCHEDULED` from the checkpoint. `groups`: the checkpoint's
-    param groups."""
+    """Return the options of this run's param groups, but take those named in `_SCHEDULED` from the checkpoint.
+    `groups`: the checkpoint's param groups. If they do not match this run's groups, return them unchanged: the caller
+    refuses them."""
     own = optimizer.group_options()
     if type(groups) is not list or {*map(type, groups)} != {dict} or len(groups) != len(own):
         return groups  # the caller refuses them

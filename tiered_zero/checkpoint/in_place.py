@@ -209,8 +209,8 @@ class Commits:
             raise failed[0] if failed else StoreError(wrong[0])
 
     def prepare(self, manifest: TagManifest, shares: Sequence[Share]) -> None:
-        """Make the state durable next to the last commit, and refuse writes from now on. If this raises StoreError, the
-        caller must call `cancel`."""
+        """Make the state durable next to the last commit. From then on refuse writes, until `confirm` or `cancel`. If
+        this raises StoreError, the caller must call `cancel`."""
         first = _parts(shares)[0].stores[0]
         followed = {COMMIT_ID: shares[0].commit_id, DECIDED_BY: first.model_dump()}
         for store in reversed(self._stores):

@@ -120,8 +120,8 @@ class Source(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Elements [start, stop) of a tensor, in memory order, and the places of their bytes. `sources`: as many as the
-    tensor's form has."""
+    """Elements [start, stop) of a tensor, in memory order, and the places of their bytes. `sources`: one place, or
+    several if the tensor's form stores an element in several arrays."""
 
     start: Count
     stop: Count
@@ -130,8 +130,8 @@ class Part(NamedTuple):
 
 class RecordName(NamedTuple):
     """The record `name` in store number `store` (a store: one set of data files). The stores of all ranks are numbered
-    in rank order. In a full save each rank has one store. In a commit it has the store of the state, then that of the
-    parameters if this is another one. In a share, 0 is the rank's first store."""
+    in rank order; inside a share, 0 is the first store of its rank. In a full save each rank has one store. In a commit
+    a rank has the store of its state, and behind it that of its parameters if they have a store of their own."""
 
     store: Count
     name: str
@@ -518,8 +518,8 @@ def torch_dtype(name: str) -> torch.dtype:
 def describe(
     dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...] | None = None, form: Form = "plain"
 ) -> TensorEntry:
-    """Return a manifest's entry for a tensor, without parts. Raises StoreError for a dtype that a checkpoint cannot
-    hold."""
+    """Return a manifest's entry for a tensor, with `parts` empty. `order`, `form`: see `TensorEntry`. Raises StoreError
+    for a dtype that a checkpoint cannot hold."""
     return TensorEntry(dtype=dtype_name(dtype), shape=tuple(shape), order=order, form=form)
 
 

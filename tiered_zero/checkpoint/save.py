@@ -85,8 +85,9 @@ class Capture:
     def take(
         cls, state: RunState, fields: Mapping[str, Any], *, has_files: bool, with_frozen: bool, save_latest: bool
     ) -> Capture:
-        """Copy what a script may change. `fields`: fields of the manifest, without the time. `has_files`: False if the
-        save commits the swap files and writes no data of its own."""
+        """Copy what a script may change. `fields`: fields of the manifest; this call adds the time to them.
+        `has_files`: whether the save writes data files; False if it commits the swap files in place, and nothing is
+        copied."""
         named = list(state.named_buffers()) if has_files and state.runtime.collectives.rank == 0 else []
         buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in named}
         units = state.saved_units(with_frozen) if has_files else []

@@ -262,8 +262,8 @@ def _foreign(names: Iterable[str]) -> str:
 
 
 def look_at(path: Path, tag: str = "") -> tuple[TagInfo, TagManifest | None]:
-    """Judge one tag's directory without reading its data. Return the result, and the tag's manifest, or None if it has
-    none that can be read. `tag`: the tag's name, if the directory has another one."""
+    """Judge the directory of one tag without reading its data. Return the result, and the tag's manifest; None if no
+    manifest can be read. `tag`: the tag's name; "": the name of the directory."""
     info = TagInfo(tag=tag or path.name, path=path)
     manifest = None
     try:

@@ -81,8 +81,8 @@ def hidden_tag(prefix: str, name: str) -> str | None:
 
 @final
 class SaveDirectory:
-    """A save directory, locked by flock until `release`, by this process or by rank 0 of its run. One thread uses it.
-    After a crash, each change of a name is either durable or undone."""
+    """A save directory. Until `release` it is locked by flock: by this process (`open`), or by rank 0 of the run
+    (`join`). One thread uses it. After a crash, each change of a name is either durable or undone."""
 
     def __init__(self, path: Path, fd: Descriptor, lock: Descriptor) -> None:
         """Use `open` or `join` instead."""
@@ -110,8 +110,8 @@ class SaveDirectory:
         self.fd.close()
 
     def restore(self) -> None:
-        """Clean up after a writer that died: give a tag that it was replacing its name back, and remove temporary
-        files. Raises OSError."""
+        """Clean up after a writer that died. If it was replacing a tag, give the old tag its name back. Remove
+        temporary files. Raises OSError."""
         names = sorted(names_in(self.fd))
         for name in names:
             if (tag := hidden_tag(OLD, name)) is not None and tag not in names:

@@ -85,12 +85,12 @@ def model_weights(
     *,
     exclude_frozen: bool = False,
 ) -> list[WeightTensor]:
-    """Return the tensors of `model.state_dict()`, by its names; a tied one once under each name, as strict loading
-    needs it.
+    """Return the tensors of `model.state_dict()`, by its names. A tensor with several names (tied weights) is returned
+    once for each name, because strict loading needs all of them.
 
-    `copy_of`: returns a CPU copy of a parameter, in its shape. `unit_of`: returns the index of a parameter's unit;
-    parameters are sorted by it, then come the buffers. `exclude_frozen`: leave out parameters that require no gradient.
-    Raises ModelError."""
+    `copy_of`: returns a CPU copy of a parameter, in its shape. `unit_of`: returns the index of a parameter's unit.
+    Parameters come in the order of their units, and buffers come last. `exclude_frozen`: leave out parameters that
+    require no gradient. Raises ModelError for a dtype that safetensors does not have."""
     names: dict[torch.Tensor, list[str]] = {}  # by identity
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     for name, tensor in state_tensors(model):
@@ -144,12 +144,12 @@ def _read_part(
 def list_weights(
     reader: TensorReader, dtype: torch.dtype = torch.float32, *, with_frozen: bool = True
 ) -> list[WeightTensor]:
-    """Return the weights of a checkpoint; a tied one once under each name. `with_frozen`: include parameters without a
-    master.
+    """Return the weights of a checkpoint. A weight with several names (tied weights) is returned once for each name.
+    `with_frozen`: include parameters without a master.
 
-    Floating-point parameters get the dtype `dtype`, trained ones by rounding their fp32 masters once. Other parameters,
-    and buffers, keep their dtype. Raises StoreError if there are no weights. Reading raises CorruptionError, and
-    StoreError for a value that `dtype` cannot hold."""
+    Floating-point parameters get the dtype `dtype`; for a trained one its fp32 master is rounded once. Other
+    parameters, and buffers, keep their dtype. Raises StoreError if there are no weights. Reading a weight raises
+    CorruptionError, or StoreError for a value that `dtype` cannot hold."""
     aliases: dict[str, list[str]] = {}
     for alias, name in reader.manifest.aliases.items():
         aliases.setdefault(name, []).append(alias)
@@ -461,7 +461,8 @@ def _names(directory: Path) -> set[str]:
 
 
 def _on_meta(directory: Path) -> nn.Module:
-    """Build the model from the config in a directory, on the meta device (without values). Raises ModelError."""
+    """Build the model of the config in `directory`, on the meta device (without values). Raises ModelError if
+    transformers cannot build it."""
     try:
         library: Any = import_module("transformers")
         config = library.AutoConfig.from_pretrained(directory, local_files_only=True)

@@ -85,10 +85,9 @@ def io(directory: Path, seconds: float, as_json: bool) -> None:
 def measure_directory(directory: Path, end_s: float, choices: Sequence[IOSettings] = SETTINGS) -> dict[str, Any]:
     """Measure the disk of `directory` with each of `choices`, and return the report that `bench io --json` prints.
 
-    `end_s`: when to end, by time.perf_counter(). `choices`: the first must be the default settings, with which a run
-    works if its config names no others; "disk" in the report has the rates of these. Raises ConfigError, PlanError,
-    StoreError.
-    """
+    `end_s`: when to end, by time.perf_counter(). `choices`: the settings to try. The first must be the default ones,
+    which a run uses if its config says nothing; their rates are "disk" in the report. Raises ConfigError, PlanError,
+    StoreError."""
     fstype = filesystem_type(directory)
     notes = [line.removeprefix("nvme_path ") for line in filesystem_warnings(str(directory), fstype)]
     swap = SwapDir.create([directory], owner_note="bench io")
@@ -129,8 +128,9 @@ def measure_directory(directory: Path, end_s: float, choices: Sequence[IOSetting
 
 
 def _fill(path: str, directory: Path, free_nbytes: int, seconds: float, notes: list[str]) -> int:
-    """Write the file `path` of WANTED_NBYTES, or of as many bytes as space and `seconds` allow, and return its size in
-    bytes. Add a note to `notes` if the file is smaller than WANTED_NBYTES. Raises PlanError if the disk is full."""
+    """Write the file `path` of WANTED_NBYTES, or of as many bytes as free space and `seconds` allow. Return its size in
+    bytes. If it is smaller than WANTED_NBYTES, add a note to `notes`. Raises PlanError if the disk has no room for
+    LEAST_NBYTES."""
     room_nbytes = free_nbytes * 4 // 5 // MIB * MIB
     if room_nbytes < LEAST_NBYTES:
         raise PlanError(

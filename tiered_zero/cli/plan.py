@@ -132,9 +132,9 @@ def plan(
     """Show the bytes that a run of CONFIG needs on each tier. Allocates nothing.
 
     If the run does not fit into this machine and its disks, the limits in CONFIG, or the sizes given by option, the
-    exit code is 1, with the table and the reason. Activations count with --sequence-length only: without it their
-    length is an assumption, and a line says whether they fit.
-    """
+    table is shown with the reason, and the exit code is 1. With --sequence-length the bytes of activations are part of
+    this. Without it the length is an assumption: a line says whether activations fit, and the exit code does not depend
+    on them."""
     machine, whose = machine_to_plan(machine_file, device_memory, host_memory, disks)
     if machine_file is not None:
         device_memory, host_memory = machine.device_nbytes, machine.host_nbytes
@@ -279,8 +279,8 @@ def specify_planned(
     rates: Machine | None = None,
 ) -> RunSpec:
     """Specify the run of rank 0, without opening anything. `ranks`: the number of ranks. `device_nbytes`,
-    `host_nbytes`: bytes of memory, which the ranks share. `rates`: the machine's rates, by which a placement is chosen.
-    None for one of them: this machine's."""
+    `host_nbytes`: the memory of the machine, which all ranks share. `rates`: the machine's rates, by which a placement
+    is chosen. For each of these three, None means that of this machine."""
     from tiered_zero.assembly.spec import PlannedMachine, specify_run
     from tiered_zero.rules.from_config import check_sections
 
@@ -303,7 +303,8 @@ def count_parameters(model: nn.Module) -> int:
 
 def _of_hugging_face(path: Path) -> nn.Module:
     """Build the model of a Hugging Face config, without weights or a download. Its class is the first in the config's
-    `architectures` that transformers has; if none, AutoModelForCausalLM chooses it. Raises ConfigError."""
+    `architectures` that transformers has; if there is none, AutoModelForCausalLM chooses the class. Raises ConfigError
+    if transformers is missing or does not have the model's type."""
     values = read_json(path / "config.json" if path.is_dir() else path)
     try:
         import transformers

@@ -200,8 +200,9 @@ def _drop_offload_param(values: dict[str, Any], reading: Reading) -> None:
 
 
 def _take_idle(key: Key, value: Any, reading: Reading, off: bool = False) -> None:
-    """Record a key that is without effect or refused. Raise ConfigError if a refused key has a value that would do
-    something in DeepSpeed. `off`: the key's section is switched off, so that no value does anything."""
+    """Record a key that is without effect or refused. Raises ConfigError if a refused key has a value that would do
+    something in DeepSpeed. `off`: whether the key's section is switched off; then no value does anything, and none is
+    refused."""
     if key.fate is Fate.REFUSED and not off and asks_for_something(key, value):
         taken = "it to be off" if False in key.allowed else " or ".join(map(json.dumps, key.allowed))
         raise ConfigError(f"{key.path}: expected {taken} or left out; found {shown(value)}. It is refused: {key.why}.")

@@ -71,8 +71,9 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, DeepSpeedOpt
 
 
 def _check_accelerate() -> None:
-    """Raise ModelError if Accelerate knows of another number of ranks than there are: it would split the data wrongly.
-    With DeepSpeed and without a GPU Accelerate takes each rank for the only one if the script names no backend."""
+    """Raise ModelError if Accelerate has found another number of ranks than there are, because it would then split the
+    data wrongly. This happens with DeepSpeed on a machine without a GPU if the script names no backend: in each rank
+    Accelerate finds one rank."""
     state = sys.modules.get("accelerate.state")
     known = state.PartialState._shared_state.get("num_processes") if state is not None else None
     if known is not None and known != get_world_size():

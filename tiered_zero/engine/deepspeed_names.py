@@ -144,7 +144,7 @@ class DeepSpeedNames(ABC):
         self._run.module.load_state_dict(state_dict, strict=strict)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """Return `module_state_dict` on rank 0, and None on the others; at stage 3 every rank calls it."""
+        """Return `module_state_dict` on rank 0, and None on every other rank. At stage 3 every rank must call it."""
         state = self.module_state_dict(exclude_frozen_parameters)
         return state if self.global_rank == 0 else None
 
@@ -170,8 +170,8 @@ class DeepSpeedNames(ABC):
         return check.norm if check is not None else None
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Return whether the next `step()` updates the weights. Without managed_gradient_accumulation the caller counts
-        micro-batches, and this returns False, as in DeepSpeed."""
+        """Return whether the next `step()` updates the weights. Always False without managed_gradient_accumulation, as
+        in DeepSpeed: the caller then counts micro-batches."""
         return self._run.config.managed_gradient_accumulation and self._step.counts.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
@@ -265,8 +265,8 @@ class DeepSpeedNames(ABC):
         return [group.get(key) for group in groups]
 
     def __getattr__(self, name: str) -> Any:
-        """Return the module's attribute `name` if the engine has none of this name, as DeepSpeed's engine does. Raises
-        MissingNameError."""
+        """Return the attribute `name` of the user's module, as DeepSpeed's engine does. Python calls this for names
+        that the engine does not have. Raises MissingNameError if the module has no such attribute either."""
         if name.startswith("_"):
             raise AttributeError(name)
         module = self._run.module

@@ -456,8 +456,10 @@ class Entrance:
 
     def abort(self, *, keeps_gradients: bool = False) -> None:
         """Drop the step: wait for transfers, evict units, drop gradients, in this order. Raises the error of a
-        gradient's transfer. `keeps_gradients`: only release the units in use, without waiting for fetches, and keep the
-        gradients of earlier micro-batches. Used after a forward that raised."""
+        gradient's transfer.
+
+        `keeps_gradients`: used after a forward that raised. Only end the uses of units, without waiting for fetches.
+        Gradients of earlier micro-batches are kept."""
         movers = self._movers
         self._phase.has_own_backward = False
         if not keeps_gradients:

@@ -108,11 +108,12 @@ class GradientArrivals:
             mark.is_met = True  # the graph is freed here: a later backward, which reduces, gets no gradient from it
 
     def begin_own_backward(self) -> None:
-        """Begin a backward that the engine did not start. If it gathers parameters and brings gradients, begin its
-        reduction now, before its first gather. In all other cases the reduction begins with the first gradient.
+        """Begin a backward that the engine did not start. If this backward gathers parameters and brings gradients,
+        begin the reduction of gradients now, before the backward's first gather. In all other cases the reduction
+        begins with the first gradient.
 
-        With gathers every rank must begin the reduction at the same place among them. The first gradient may come
-        before a gather on one rank and after it on another, and the two ranks would wait for each other."""
+        The reason: with gathers, every rank must begin the reduction at the same place among them. The first gradient
+        may come before a gather on one rank and after it on another, and the two ranks would wait for each other."""
         self._is_counted = False
         if self._reducer is not None and self._reducer.shards_params and self._brings_gradients():
             self._begin_reduction(is_last=False)
@@ -127,7 +128,8 @@ class GradientArrivals:
             return False
 
     def expect(self, scaled: torch.Tensor) -> None:
-        """Leave the gradients of `scaled` undivided: `engine.scale` has made this loss, and has divided it already."""
+        """Note that `engine.scale` has made the loss `scaled` and has divided it, so that the gradients of its backward
+        are not divided again."""
         scaled.register_hook(self._begin_scaled)  # type: ignore[no-untyped-call]
 
     def reset(self) -> None:

@@ -340,8 +340,9 @@ class UnitGradients:
                 self.assigned.discard(index)
 
     def replace(self, entry: FlatEntry, value: torch.Tensor) -> None:
-        """Copy `value`, in the parameter's shape, to the gradient's home. torch sums a norm in memory order: if the
-        home has another order than `value`, compute the norm of `value` now."""
+        """Copy `value`, in the parameter's shape, to the gradient's home. If the home has another memory order than
+        `value`, compute the norm of `value` now: torch sums a norm in memory order, so the norm of the home would have
+        other bits."""
         with self.opened() as flat:
             view = entry.param.view(flat[entry.start : entry.stop])
             view.copy_(value)
@@ -350,7 +351,8 @@ class UnitGradients:
             self.norms[entry.param.index] = torch.linalg.vector_norm(value, 2, dtype=torch.float32)
 
     def set_zero(self) -> None:
-        """Set to 0 the gradient of every parameter that had one since `zero_grad()` last set gradients to None."""
+        """Set gradients to 0: those that are present, and those that were present at any time since `zero_grad()` last
+        set all gradients to None."""
         self.wait_transfers()
         self.present |= self.earlier
         self.waiting.clear()
@@ -512,8 +514,8 @@ class InFlightGradients:
         self._batches.append(batch)
 
     def _measure_on_device(self, batch: GradientBatch) -> None:
-        """Start to compute on the device the norms of the batch's gradients, except of those that are added to others.
-        (The copy of gradients on the CPU computes their norms in the same pass.)"""
+        """Start to compute on the device the norm of each gradient of the batch. Leave out gradients that are added to
+        earlier ones: their norm is that of the sum."""
         new = [arrival for arrival in batch.arrivals if not arrival.adds]
         norms = self._norms.on_device([arrival.source for arrival in new])
         batch.gradients.norms.update((arrival.index, norm) for arrival, norm in zip(new, norms, strict=True))

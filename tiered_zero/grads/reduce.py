@@ -217,13 +217,13 @@ class GradientReducer:
         return index in self._sources or self.uses.is_complete(self._units[index])
 
     def _waits_apart(self, index: int) -> bool:
-        """Return whether buckets take the unit's gradients from `UnitGradients.waiting`; otherwise they take them from
-        its flat."""
+        """Return where buckets find the unit's gradients: in `UnitGradients.waiting` (True), or in the unit's flat
+        (False)."""
         return self._units[index].shard is not None or index in self._adding
 
     def _receive_next(self, units: Iterable[int]) -> None:
-        """Set which units, given by their indices, get averages from the next reductions. Other units in the same
-        buckets count as zeros and stay as they are."""
+        """Set the units that get averages from the next reductions, by index. Other units in the same buckets are
+        reduced as zeros, and their gradients stay as they are."""
         self._receiving = frozenset(units)
         self._adding = frozenset(index for index in self._receiving if self._units[index].num_sums)
 
@@ -341,9 +341,11 @@ class GradientReducer:
         return [bool(either >> place & 1) for place in range(len(flags))]
 
     def _add_squares(self, squares: float, bad: int, group_values: bytes) -> tuple[float, int]:
-        """Return the sum of `squares` over all ranks, added in rank order, and the lowest `bad` of any rank. `bad`: the
-        index of a rank's first parameter whose gradient is not finite, or NONE_BAD. `group_values`: the values of the
-        param groups as JSON. Raises RankError if they differ between ranks."""
+        """Exchange `squares` and `bad` with all ranks. Return the sum of all `squares`, added in rank order, and the
+        lowest `bad`. `bad`: the index of this rank's first parameter whose gradient is not finite, or NONE_BAD.
+
+        `group_values`: this rank's values of the param groups, as JSON. Raises RankError if ranks have different
+        values."""
         message = _SQUARES.pack(squares, bad, crc32(group_values))
         found = [_SQUARES.unpack(each) for each in self._collectives.exchange(message, "the gradient norm")]
         if len({values for _, _, values in found}) > 1:

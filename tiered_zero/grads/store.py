@@ -184,11 +184,12 @@ class GradientStore:
         """Start to move reduced gradients to elements `span` of their unit's flat, and return the transfer. All
         gradients of shards arrive by this call, on the driver thread or autograd's.
 
-        `source`: [n], complete once `after` is done; it is read until the returned transfer is done. `adds`: whether to
-        add it in fp32 to the sums of earlier reductions of this step; False replaces these sums. `divisor`: `source` is
-        divided by it, in place. `measures`: whether to sum the squares of the result on arrival, for the norm. They are
-        computed from the home if `source` is in host memory, else from `source`. If `source` is on the device and is
-        added to other sums, they are not computed here.
+        `source`: the gradients, [n]. They are complete once `after` is done, and are read until the returned transfer
+        is done. `adds`: True adds `source` in fp32 to the sums of earlier reductions of this step; False replaces these
+        sums. `divisor`: `source` is first divided by it, in place.
+
+        `measures`: whether to sum the squares of the new gradients for the norm. For a `source` in host memory they are
+        summed from the home. For a `source` on the device they are summed from `source`, and only if `adds` is False.
         """
         unit, squares = gradients.unit, gradients.squares
         self.wait_update(unit)
@@ -390,11 +391,12 @@ class GradientStore:
         self._hidden = _HIDDEN_BY_UPDATE if updates_in_backward else self._hidden_by_ranks
 
     def read(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Return `param.grad` between backward and step(): a live view of the gradient's home, which users may change
-        in place; None without a gradient. Waits until the gradient is at its home.
+        """Return what `param.grad` is between backward and step(): a live view of the gradient's home, which users may
+        change in place; None without a gradient. Wait until the gradient is at its home.
 
-        With a loss scale the result is an unscaled fp32 copy, and for a home on NVMe a copy. Changes of a copy are
-        written to the home later. Raises ModelError while gradients are hidden. Called on the driver thread."""
+        With a loss scale the result is an unscaled fp32 copy instead; for a home on NVMe it is a copy too. The home
+        gets a user's changes of a copy later. Raises ModelError while `set_hidden` hides gradients. Called on the
+        driver thread."""
         if (place := self._places.get(param)) is None or place[1].param.index not in place[0].present:
             return None
         self._refuse_if_hidden(place[1])

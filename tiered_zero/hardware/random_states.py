@@ -27,8 +27,8 @@ def random_states() -> dict[str, Any]:
 
 
 def check_random_states(states: Any) -> None:
-    """Try `restore_random_states` with `states`, which may come from a damaged file, and restore the present states
-    after that. Raises ValueError if it fails."""
+    """Check that `restore_random_states` accepts `states`, which may come from a damaged file. The generators keep
+    their present states. Raises ValueError if it does not accept them."""
     try:
         with kept_random_states():
             restore_random_states(states)

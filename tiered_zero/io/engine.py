@@ -376,7 +376,7 @@ class IOEngine(ABC):
         return error
 
     def check_process(self, path: str) -> None:
-        """Raise TransferError in a forked child, which has no workers."""
+        """Raise TransferError in a forked child, which has no workers. `path`: the file, for the error."""
         if self._pid != os.getpid():
             raise TransferError(f"{path}: an I/O engine has no workers in a forked process; open one there")
 

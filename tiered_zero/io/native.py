@@ -166,8 +166,8 @@ class NativeEngine(IOEngine):
         return transfer
 
     def _check_usable(self, file: File) -> None:
-        """Collect finished transfers for which no caller waited: after a failure all of them, otherwise the oldest two.
-        Then raise if the engine or the file cannot be used."""
+        """Raise if the engine or the file cannot be used. First end finished transfers that no caller has waited for:
+        all of them if one has failed, otherwise only the oldest two."""
         if not self._closed and self._pid == os.getpid():
             failed = self.library.failed(self.pool)
             for transfer in list(self._unfinished) if failed else self._oldest():

@@ -149,13 +149,14 @@ def cut_subgroups(
     rank: int | None = 0,
 ) -> list[SubGroup]:
     """Cut `rank`'s shards of trainable units into sub-groups of at most `size_numel` elements, rounded up to whole
-    pages.
+    pages. If `rank` is None, cut whole units: every rank then has the whole state.
 
-    `rank`: None: cut whole units, because every rank has the whole state. `group_of`: parameter name -> param group;
-    units and parameters without a group are not stepped. `elementwise`: the rule steps each element by itself, so cuts
-    may fall inside a parameter. For other rules cuts fall between units, and a unit larger than the size is one
-    sub-group. `apart`: embeddings get sub-groups of their own. These also hold the other elements of the same page, or,
-    if cuts fall between units, of the same unit."""
+    `group_of`: parameter name -> index of its param group. Units and parameters without a group are not stepped.
+    `elementwise`: whether the rule steps each element by itself. If it does, a sub-group may end inside a parameter. If
+    not, it ends between units, and a unit larger than the size is one sub-group.
+
+    `apart`: give embeddings sub-groups of their own. Such a sub-group may also hold other parameters: the rest of a
+    page, or, if cuts fall between units, the rest of a unit."""
     runs = (
         (unit, *run)
         for unit in units

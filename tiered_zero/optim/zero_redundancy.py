@@ -136,8 +136,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # -- groups --------------------------------------------------------------------------------------------------------
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
-        """Return for each rank its param groups: all groups with their present values, each with only the parameters
-        that the rank steps."""
+        """Return one list of param groups for each rank. Each list has every group, with the group's present options,
+        but only the parameters that the rank steps."""
         return _partition_groups(self.param_groups, self.world_size)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -428,7 +428,7 @@ def _reserved_nbytes(sizes: Iterable[int]) -> int:
 
 
 def _around(module: str) -> list[str]:
-    """List the module and the modules around it, the root last."""
+    """List a module's dotted name and the names of its parents, the root ("") last."""
     names = module.split(".") if module else []
     return [".".join(names[:depth]) for depth in range(len(names), -1, -1)]
 

@@ -111,9 +111,11 @@ class Work:
 @dataclass(frozen=True, kw_only=True)
 class StepSeconds:
     """A predicted step. `by_resource`: busy seconds of compute, fetch, reduce, update, disk read and disk write.
-    `tokens`: all tokens of the step. `written_nbytes`: kind -> bytes written to nvme. `hidden_from_tokens`: tier -> the
-    number of tokens in a step from which the tier adds no time to compute; None: none was found. `searched_tokens`:
-    tier -> the last number of tokens that was tried. `num_events`: the number of simulated events."""
+    `tokens`: all tokens of the step. `written_nbytes`: kind -> bytes written to nvme. `num_events`: the number of
+    simulated events.
+
+    `hidden_from_tokens`: tier -> how many tokens a step must have so that compute hides all transfers of the tier; None
+    if the search found no number. `searched_tokens`: tier -> the largest number of tokens that the search tried."""
 
     seconds: float
     by_resource: Mapping[str, float]
@@ -394,8 +396,8 @@ def _cost(units: Sequence[UnitTraffic], plan: Plan, work: Work, rates: _Rates) -
 
 
 def _forward_s(work: Work, machine: Machine) -> float:
-    """Return the seconds of a forward: its products, and a third of the model's other work, because the rates of that
-    work were measured over forward and backward together."""
+    """Return the seconds of a forward: those of its products, and a third of those of all other work. The rates of
+    other work count forward and backward together, and backward takes two thirds."""
     product_s = work.forward_flops / machine.flops_per_s[work.dtype]
     in_blocks, logits = machine.block_elements_per_s.get(work.dtype), machine.logits_per_s.get(work.dtype)
     if not (work.num_block_elements and in_blocks and logits):

@@ -544,8 +544,8 @@ def _inspect_open(run: RunInfo, fd: int, locked: bool | None) -> RunInfo:
 
 
 def _committed_state(run: RunInfo, fd: int) -> tuple[int | None, bool]:
-    """Return the last committed step, and whether the run may be resumed. In doubt (damage, a path that is not mounted)
-    the second value is True."""
+    """Return the last committed step, and whether the run may be resumed. If the commit cannot be read (damage, a path
+    that is not mounted), the step is None, and the run counts as one that may be resumed."""
     first = Path(run.paths[0])
     try:
         committed, prepared = manifest.load_at(fd, first) if first == run.path else manifest.load(first)

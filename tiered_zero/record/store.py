@@ -233,8 +233,9 @@ class SwapStore:
         return self._start(record, request, spans, data, self.engine.write, parts, finish)
 
     def commit(self, step: int, metadata: Mapping[str, Any]) -> None:
-        """Commit all records that take part in commits, as written so far, as the state of `step`. Return when the
-        state survives power loss; until then the last commit is the state on disk. `metadata`: JSON only."""
+        """Commit the present bytes of all records that were reserved with `committed`, as the state of `step`. When
+        this returns, the state survives power loss; until then the last commit is the state on disk. `metadata`: the
+        caller's own values, JSON only."""
         try:
             self.prepare(step, metadata)
             self.confirm()
@@ -527,8 +528,8 @@ class RecordTable:
             return {name: state.record for name, state in self._states.items()}
 
     def reserve(self, name: str, nbytes: int, *, committed: bool, num_slots: int) -> Record:
-        """Reserve extents for a new record, one for each slot. Raises StoreError if `nbytes` is not positive, the name
-        is taken, or the capacity is used up."""
+        """Reserve extents for a new record, one for each slot. `committed`: whether the record takes part in commits.
+        Raises StoreError if `nbytes` is not positive, the name is taken, or the capacity is used up."""
         if nbytes <= 0:
             raise StoreError(f"Record {name!r} must have at least one byte; found {nbytes}.")
         with self._lock:
@@ -647,7 +648,8 @@ class RecordTable:
             return [] if durable is None else durable.overlapping(start, end)
 
     def set_written(self, record: Record, ranges: Sequence[Range]) -> None:
-        """Replace a record's written ranges by the same ranges with checksums. Called between `freeze` and `thaw`."""
+        """Give the written ranges of a record their checksums. `ranges`: the same ranges, with checksums. Called
+        between `freeze` and `thaw`."""
         with self._lock:
             self._find(record).written = RangeMap(ranges)
 

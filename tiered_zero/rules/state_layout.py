@@ -303,8 +303,9 @@ class StateLayout:
         return raw[: dtype.itemsize * self.subgroup.numel].view(dtype)
 
     def initialize(self, raw: torch.Tensor) -> None:
-        """Set the state in a slot to zero before its first update. Masters that follow their parameters become NaN: NaN
-        differs from every parameter, so the next update adopts all parameters."""
+        """Set the state in `raw`, a slot's bytes, to zero before the first update. If masters follow their parameters,
+        set the masters to NaN: NaN differs from every parameter, so the first update takes all parameters as masters.
+        """
         if self.masters.follows_params:
             self.master(raw).fill_(float("nan"))
         raw[self.master_nbytes :].zero_()
@@ -338,8 +339,8 @@ class StateLayout:
             raw[start:stop].zero_()
 
     def marks(self, raw: torch.Tensor) -> torch.Tensor | None:
-        """Return a view, [numel], of the state array that stores marks of the masters in its sign bits; None if the
-        format has no marks."""
+        """Return the state array, [numel], whose sign bits hold one bit of each master (the mark of RemainderMasters).
+        The array is a view of `raw`. Return None for a master format without marks."""
         return _view(raw, self.arrays[0]) if len(self.masters.dtypes) > 1 else None
 
     def views(self, raw: torch.Tensor) -> dict[int, torch.Tensor]:

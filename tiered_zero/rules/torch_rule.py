@@ -144,9 +144,9 @@ def cloned_all(scalars: Sequence[Mapping[str, Any]]) -> list[State]:
 
 
 def flattened(state: Mapping[str, Any]) -> State:
-    """Flatten a parameter's state. In the place of a list, tuple or dict called `name` comes a text that names its type
-    and lists its keys; each of its items follows under "name.key". `nested` reverses this. Raises ModelError if two
-    items get the same name."""
+    """Return a parameter's state without nested containers. A list, tuple or dict called `name` is replaced by a text
+    that gives its type and keys, and each of its items gets the name "name.key". `nested` reverses this. Raises
+    ModelError if two items get the same name."""
     flat: State = {}
     for name, value in state.items():
         _flatten(name, value, flat)
@@ -530,8 +530,9 @@ class TorchRule(UpdateRule):
         ]
 
     def advance_groups(self, groups: Sequence[dict[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> None:
-        """Make the changes of one step in the user's param groups, for classes that count steps there. A trial step on
-        a small parameter finds the changes; `_check_group` compares them with the changes of the real step."""
+        """Make the changes of one step in the user's param groups, for optimizer classes that keep step counts in their
+        groups. `frozen`: copies of the groups, which the step uses. A trial step on a small parameter finds the
+        changes; `_check_group` compares them with the changes of the real step."""
         self._expected = []
         if not self.keeps_group_state:
             return

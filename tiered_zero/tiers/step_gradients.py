@@ -78,8 +78,8 @@ class GradientSource(ABC):
         return
 
     def read_part(self, segment: Segment, out: BufferView) -> Transfer | None:
-        """Start to read the segment's gradients from NVMe until `out` is full. Return the transfer; None if the
-        gradients are not on NVMe."""
+        """Start to read gradients of the segment from NVMe to `out`, as many as `out` holds. Return the transfer; None
+        if the gradients are not on NVMe."""
         return None
 
     def release(self, unit: Unit) -> None:
@@ -256,8 +256,8 @@ class FlatWindows:
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """A context manager: inside the block, windows that are kept for an update may be written and freed. The update
-        enters it to wait for gradients to arrive, because these may need a window."""
+        """A context manager for an update that waits for gradients to arrive. Such gradients may need a window. So
+        while the block runs, windows that are kept for an update may be written and freed too."""
         with self._changed:
             self._num_awaited += 1
             self._changed.notify_all()

@@ -275,9 +275,9 @@ class UnitUpdate:
         wait_all(copies)
 
     def finish_forward(self) -> list[tuple[int, int]]:
-        """Block until the unit is computed and its parts are copied. Return the ranges of bytes (from, to) that the
-        caller must still read, because the update leaves them unchanged. Raises the error of an update that has failed.
-        """
+        """Block until the unit is computed and its new bytes are copied to the target. Return the ranges of bytes
+        (from, to) that were not copied. The update does not change these bytes, so the caller must read them from the
+        slot. Raises the error of an update that has failed."""
         try:
             self.computed.wait()
             with self._lock:
@@ -418,7 +418,8 @@ def _read(home: Home, window: range, staging: StagingPool) -> torch.Tensor:
 
 
 def write_slot(home: Home, offset: int, data: torch.Tensor, staging: StagingPool | None) -> None:
-    """Write `data`, a contiguous tensor of whole pages, to the slot's bytes from `offset`."""
+    """Write `data`, a contiguous tensor of whole pages, to the slot's bytes from `offset`. `staging`: the buffers
+    through which the bytes pass if the slot is on NVMe; None if it is in memory."""
     raw = as_bytes(data)
     view = home.tier.view(home.slot)
     if view is not None:

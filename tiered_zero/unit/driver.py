@@ -160,8 +160,8 @@ def find_call(code: CodeType) -> FrameType | None:
 
 
 def is_running(call: FrameType | None) -> bool:
-    """Return whether the Python frame `call` is on the caller's stack; False for None. Only the stack shows that an
-    interrupt has ended a call, because torch then calls no forward hook."""
+    """Return whether the Python frame `call` is on the caller's stack; False for None. Forward hooks cannot tell it:
+    torch calls none if an interrupt ends a call."""
     frame = sys._getframe(1) if call is not None else None
     while frame is not None and frame is not call:
         frame = frame.f_back

@@ -61,8 +61,9 @@ def paged_by(param: nn.Parameter) -> Pager | None:
 
 @contextmanager
 def gather(params: Iterable[nn.Parameter], modify: bool, modifier_rank: int = 0) -> Iterator[None]:
-    """Context manager that keeps the units of `params` in use. `modify`: whether to write changed values to the units'
-    homes at its end; every rank then gets the values of the rank `modifier_rank`."""
+    """Context manager that keeps the units of `params` in use. `modify`: True writes changed values to the units' homes
+    at the end of the block, and every rank gets the values of the rank `modifier_rank`. If it is False, a change raises
+    ModelError."""
     with ExitStack() as stack:
         for paged, pager in _paged(params).items():
             stack.enter_context(_gather_unit(pager, paged, modify, modifier_rank))
@@ -127,8 +128,8 @@ def _write_back(pager: Pager, paged: PagedUnit, old: torch.Tensor | None, modifi
 
 @runs_outside_modes
 def _drop_change(paged: PagedUnit) -> str | None:
-    """Find a change of the unit's parameters that was not written back. If there is one, mark the unit as stale and
-    return the parameter's name; else return None.
+    """Find a parameter of the unit that user code has changed without writing it back. If there is one, mark the unit
+    as stale, so that the change is lost, and return the parameter's name. Otherwise return None.
 
     Called at the end of each `gathered` block. If the unit has other users, such as an outer block, return None without
     a search: the outer block searches at its own end."""

@@ -70,8 +70,9 @@ class _ForwardHook(_Hook):
 
 
 def _hide_from_compiler(*functions: Any) -> None:
-    """Exclude `functions` and what they call from torch.compile. They run between the graphs of a module, or while
-    autograd saves for backward. Unlike torch.compiler.disable this costs nothing per call."""
+    """Keep torch.compile from compiling `functions` and what they call. They still run, as plain Python: between the
+    graphs of a module, or while autograd saves for backward. torch.compiler.disable would cost time in each call; this
+    costs none."""
     from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
     from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
     from torch._C._dynamo.eval_frame import set_code_exec_strategy

@@ -43,9 +43,9 @@ class OffloadedParams:
         """`on_change(unit, flat, old)`: updates the fp32 masters after user code has changed parameters. `flat`: the
         new values, [P] on the CPU. `old`: the values before the change; None without `cuts`.
 
-        `cuts(unit)`: returns the first element of each part that the update reads. None: the update reads no
-        parameters, because masters are stored. With `cuts`, `store` writes each of these parts separately: a read is
-        verified by the checksum of one write, so both must cover the same part."""
+        `cuts(unit)`: returns where the update's parts of a unit begin: the first element of each. Given if the update
+        reads parameters; None if it does not, because masters are stored. With `cuts`, `store` writes each part
+        separately: a checksum belongs to one write, and the update reads and verifies one part at a time."""
         self._inventory, self._staging = inventory, staging
         self._accelerator, self._ranks = runtime.accelerator, runtime.collectives
         self._on_change, self._cuts = on_change, cuts
@@ -92,11 +92,11 @@ class OffloadedParams:
 
     @contextmanager
     def changing(self, paged: PagedUnit) -> Iterator[None]:
-        """Context manager around user code that changes the unit. At its end the ranks agree whether the code has
-        raised.
+        """Context manager around user code that changes the unit. At the end of the block the ranks agree whether the
+        code has raised.
 
-        If it has raised on some ranks only, the run ends: these ranks raise the code's error, the others RankError.
-        They cannot go on, because the units that were written before would differ between ranks."""
+        If it has raised on some ranks only, the run ends: these ranks raise the code's error, and the others raise
+        RankError. The run cannot go on, because some units may be written already, and would differ between ranks."""
         try:
             yield
         except Exception as error:
@@ -173,9 +173,9 @@ class ParamCopies:
         return self._depth > 0
 
     def start(self, before_weights_read: Callable[[], None], params: Iterable[nn.Parameter]) -> None:
-        """Begin a module's state_dict; those of its children begin and end inside it. The outermost one first calls
-        `before_weights_read`. `params`: the module's parameters. Raises BudgetError if homes hold shards and host
-        memory has no room for a whole copy of `params`."""
+        """Begin the state_dict of a module. The state_dict of a child begins and ends inside that of its parent; only
+        the outermost one calls `before_weights_read`. `params`: the module's parameters. Raises BudgetError if homes
+        hold shards and host memory has no room for a whole copy of `params`."""
         if self.was_broken_off():
             self._driver.was_broken_off = True
             self.end()

@@ -105,8 +105,8 @@ class Pager:
     # -- set-up ----------------------------------------------------------------------------------------------------
 
     def adopt(self, unit: Unit, params: Sequence[nn.Parameter], events: StepEvents) -> None:
-        """Make `params` views of a new flat of the unit, without memory, and drop their former bytes. `events`: is
-        called before uses of the unit."""
+        """Give the unit a new flat, and make `params` views of it; their former bytes are dropped. The flat of a paged
+        unit has no memory yet. `events`: is called before uses of the unit."""
         place = None
         memory: AbstractContextManager[None] = nullcontext()
         if (home := self._inventory.find(unit, "param")) is None:
@@ -183,12 +183,12 @@ class Pager:
         paged.begin_use()
 
     def _wait_update(self, paged: PagedUnit, unit_update: UnitUpdate) -> None:
-        """Block until the unit's last update lets the unit be used. Raises the update's error if the update fails
-        during the wait, or if it has failed and the unit lives on the device.
+        """Block until the unit's last update lets the unit be used.
 
-        A unit that lives on the device must be written. For any other unit it is enough that the new parameters are
-        computed: the update then no longer needs the gradients, and the fetch can take new parameters from staging
-        memory."""
+        For a unit that lives on the device, wait until the update is written. For any other unit, wait until the new
+        parameters are computed: the update then no longer needs the gradients, and the fetch can take new parameters
+        from staging memory. Raises the update's error if it fails during the wait. If it has failed before, the error
+        is raised here for a unit that lives on the device, and by the fetch for any other."""
         if not unit_update.written.done():
             with self._recorder.span("compute", "wait_update", paged.unit.name):
                 (unit_update.written if paged.is_resident else unit_update.computed).wait()
@@ -384,9 +384,9 @@ class Pager:
         self.cache.refuse()
 
     def invalidate_all(self) -> None:
-        """Begin a change of every unit, frozen ones too, because all units are about to be loaded. As `invalidate`,
-        with one exception: changes of a frozen unit that lives on the device are no error, because user code may change
-        it at any time."""
+        """Begin a change of every unit, also of frozen ones, because all units are about to be loaded. Do what
+        `invalidate` does, with one exception: if user code has changed a frozen unit that lives on the device, no error
+        is raised, because that is allowed at any time."""
         for paged in self.units:
             if paged.unit.trainable or not paged.is_resident:
                 self._invalidate(paged)
@@ -424,8 +424,9 @@ class Pager:
         self._swapped |= {(unit, "param_back"): home for unit, _, home in homes if home is not None}
 
     def swap_param_buffers(self) -> None:
-        """Swap the "param" and "param_back" homes of each unit. If the unit lives on the device, copy its "param_back"
-        home there instead. If this raises, the caller must call it again before weights are used."""
+        """Swap the "param" and "param_back" homes of each paged unit. For a unit that lives on the device, copy its
+        "param_back" home to the device instead. If this raises, the caller must call it again before weights are used.
+        """
         self.invalidate()
         for paged in self.units:
             if paged.is_resident and (back := self._inventory.find(paged.unit, "param_back")) is not None:

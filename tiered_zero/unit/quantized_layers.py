@@ -119,8 +119,8 @@ class Forward4bit:
 
 
 def _fault_in(params: Sequence[nn.Parameter], function: str) -> None:
-    """Fetch the offloaded parameters among `params`. Nothing else fetches them: the layer passes them to no function of
-    torch that does. `function`: what runs, for the error."""
+    """Fetch the offloaded parameters among `params`, because the layer calls no function of torch that would fetch
+    them. `function`: the running function, for the error."""
     if guarded := [param for param in params if isinstance(param, OffloadedParameter)]:
         others = [param for param in params if not isinstance(param, OffloadedParameter)]
         require_handler(guarded[0]).fault_in([*guarded, *others], function)

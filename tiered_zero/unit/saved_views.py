@@ -48,8 +48,8 @@ class SavedView:
 class SavedWrapper:
     """What autograd keeps in place of a view of a flat inside a torch.func transform.
 
-    `wrapper`: the transform's wrapper of the view, which cannot be made anew. `view`: a view of the flat, which keeps
-    the unit's memory on the device, since the wrapper does not (`FlatStorage.is_viewed`). `inner`: the view by name."""
+    `wrapper`: the transform's wrapper of the view; it cannot be made anew. `view`: the view itself. It keeps the unit's
+    memory on the device (`FlatStorage.is_viewed`), which the wrapper does not do. `inner`: the view by name."""
 
     wrapper: torch.Tensor
     view: torch.Tensor
@@ -112,12 +112,12 @@ class SavedViews:
         self._mover = mover
 
     def close(self) -> None:
-        """Drop every reference to the engine. Keep the units that live on the device, because a graph that outlives the
-        engine may need them.
+        """Drop every reference to the engine. Only the units that live on the device are kept, because a graph that
+        outlives the engine may need them.
 
-        Autograd's nodes refer to this object where Python's collector does not look. The error of a failed engine has a
-        traceback, which refers to the program's frames, and so to the loss and the graph. If this object referred to
-        that error, none of them would ever be freed."""
+        Autograd's nodes refer to this object, and Python's garbage collector does not see that. A failed engine holds
+        its error; the error's traceback holds the program's frames, and so the loss, the graph and this object. With a
+        reference to the engine, this circle would never be freed."""
         self._fault_in_saved = _ClosedUnits(self._units)
         self._units, self._mover = UnitTable(), None
 
@@ -157,7 +157,8 @@ class SavedViews:
                 paged.storage.check_converted()
 
     def end(self, saving: saved_tensors_hooks | None) -> None:
-        """Remove `saving`, the hooks that `begin` has returned, unless `abort` has removed them already."""
+        """Remove the hooks `saving`, which `begin` has returned. Do nothing if it returned None, or if `abort` has
+        removed the hooks already."""
         if saving is not None and self._is_saving():
             saving.__exit__()
 

@@ -300,7 +300,7 @@ class WeightFiles:
 
     def _convert_names(self, model: nn.Module) -> set[str]:
         """Record a conversion for each tensor of the model that the files have under another name. Return the names in
-        the files that these conversions read. Raises ModelError."""
+        the files that these conversions read. Raises ModelError if transformers cannot make one of the tensors."""
         used: set[str] = set()
         for conversion in from_files(model, self._paths):
             try:

@@ -38,10 +38,10 @@ class ReadyQueue:
     """Holds the sub-groups that are ready to be updated. May be used from any thread.
 
     The shallowest ready sub-group (the first in forward) comes first, because the next forward needs it first. In
-    backward, sub-groups whose gradients have all arrived come before the others: a sub-group may be added when the CPU
-    has launched the work that computes its gradients, before the accelerator has done this work. After `close` nothing
-    is added. `take_skipped` returns the sub-groups that this step does not update, each of them once.
-    """
+    backward, a sub-group whose gradients have all arrived comes before any other. Others are in the queue too: a
+    sub-group is added when the CPU has launched the work that computes its gradients, and the accelerator does this
+    work later. Nothing is added after `close`. `take_skipped` returns each sub-group that this step does not update,
+    once."""
 
     def __init__(self, ready: Iterable[StateLayout] = (), skipped: Iterable[StateLayout] = ()) -> None:
         self._changed = threading.Condition()
@@ -264,8 +264,8 @@ class UpdatePipeline:
                 return
 
     def _read_gradients(self, work: SubGroupWork, job: UpdateJob) -> None:
-        """Start to read gradients from NVMe together with the state, unless the update began in backward: its gradients
-        may still be on their way."""
+        """Start to read gradients from NVMe together with the state. If the update began in backward, do nothing: the
+        gradients may still be on their way, and are read once they have arrived."""
         if job.queue is None:
             self._io.read_gradients(work, job.gradients)
 

@@ -80,8 +80,9 @@ class UpdatePolicy(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Prepare a step: finish the updates under way, and block compute from using weights that are about to change.
-        If this raises, or if `drop` follows, no weight has changed, except by updates that began in backward."""
+        """Prepare a step: finish the updates under way, and keep compute from using weights that are about to change.
+        If this raises, or if `drop` is called instead of the update, no weight has changed; only updates that began in
+        backward have changed theirs."""
 
     @abstractmethod
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
@@ -530,8 +531,8 @@ class OverlappedPolicy(UpdatePolicy):
 
 class DelayedPolicy(UpdatePolicy):
     """Runs updates one step late: `delayed`. Updates write to the back slots, a second set of slots for parameters.
-    `exact`: the policy that runs the updates of the first `start_step` steps. Later updates run on the same lane as
-    these."""
+    `exact`: the policy that runs the updates of the first `start_step` steps. All updates run on the lane of `exact`.
+    """
 
     def __init__(self, exact: OverlappedPolicy, start_step: int) -> None:
         super().__init__(exact._pipeline, exact.pager)

@@ -235,7 +235,7 @@ class StateView:
 
     def read_masters(self, unit: Unit, params: torch.Tensor | None = None) -> torch.Tensor:
         """Return the unit's masters, [P] fp32 on the CPU; 0 for elements in no sub-group of this rank. `params`: the
-        parameters, [P], if `need_params` is true."""
+        unit's parameters, [P]; None if `need_params` is false."""
         flat = torch.zeros(unit.numel)
         for layout, segment in self._segments(unit):
             own = None if params is None else segment.part_of(params)
@@ -307,9 +307,10 @@ class StateView:
         *,
         anew: bool,
     ) -> int:
-        """Write state in torch's format to `raw`, the slot's bytes. Return the number of arrays that were rounded.
-        `given`: index of a piece -> the state of its whole parameter. `anew`: also initialize the state of all other
-        pieces."""
+        """Write the state of some pieces to `raw`, the bytes of a sub-group's slot. Return the number of arrays that
+        were rounded. `given`: index of a piece -> the state, in torch's format, of the piece's whole parameter.
+        `groups`: the values of the param groups. `anew`: True initializes the state of all other pieces; False keeps
+        it."""
         marks = layout.marks(raw)
         signs = None if marks is None else marks.clone()
         before: PieceScalars = {} if anew else self.scalars.of(layout)

@@ -45,8 +45,9 @@ class ParameterSink(Protocol):
         """Start to write new values from `window`, in host memory, to their home. Return (transfer, offset).
 
         `after`: the write begins when this transfer is done, because earlier work may read the old parameters.
-        `unit_update`: the update of the segment's unit; None if no reader waits for it. `offset`: if `unit_update`
-        lends the values in `window` to readers until they are written, their first byte in the unit; else None."""
+        `unit_update`: the update of the segment's unit; None if no reader waits for it. `offset`: None, unless
+        `unit_update` lends the values in `window` to readers until they are written; then their first byte in the unit.
+        """
 
 
 @dataclass(eq=False, repr=False)

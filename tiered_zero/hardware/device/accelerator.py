@@ -347,9 +347,9 @@ class Accelerator(ABC):
 
     @abstractmethod
     def wait_on_compute(self, transfer: Transfer) -> None:
-        """Order all that compute launches later after `transfer`, and raise the transfer's error. Driver or autograd's
-        thread; raises InternalError on a lane. Blocks the host until a lane's job is launched; on the CPU, or for a
-        disk's transfer, until the transfer is done."""
+        """Make all work that compute launches from now on wait for `transfer`, and raise the transfer's error. Called
+        on the driver's or autograd's thread; raises InternalError on a lane. Blocks the host only until a lane's job is
+        launched. On the CPU, or for a disk's transfer, it blocks until the transfer is done."""
 
     @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor, finish: bool = False) -> None:

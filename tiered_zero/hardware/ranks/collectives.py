@@ -74,13 +74,13 @@ class Collectives(Protocol):
         after: Sequence[Transfer] = ...,
         bounds: Sequence[int] | None = ...,
     ) -> Transfer:
-        """Start to sum one part of every rank's `bucket` [W * n], for W ranks: part number `rank` of this rank's bucket
-        becomes the sum of all ranks' parts of this number.
+        """Start to sum the buckets of all ranks, one part on each of W ranks. `bucket`, [W * n], has W parts: on rank
+        r, part number r becomes the sum of this part over all ranks. The other parts become undefined.
 
-        Parts are added in rank order: the sum of an element depends only on its values. The other parts of this rank's
-        bucket are undefined after that. `room`, 1-D: memory to receive the parts of other ranks, at least [W - 1]; with
-        (W - 1) n elements all are received at once. The caller leaves `bucket` and `room` alone until the transfer is
-        done. `after`: transfers that come first. `bounds`: as in `all_gather`."""
+        Parts are added in rank order: the sum of an element depends only on its values. `room`: 1-D memory to receive
+        the parts of other ranks. It has at least W - 1 elements; with (W - 1) n all parts are received in one round.
+        The caller leaves `bucket` and `room` alone until the transfer is done. `after`: transfers for which this waits.
+        `bounds`: as in `all_gather`."""
 
     def broadcast(self, tensor: torch.Tensor, source: int = ..., what: str = ...) -> None:
         """Fill `tensor` with rank `source`'s tensor. Blocks."""

@@ -117,9 +117,8 @@ def _wait_each(started: Iterable[Any]) -> None:
 def _exchange_parts(
     parts: Sequence[torch.Tensor], received: Sequence[torch.Tensor], rank: int, group: Any
 ) -> Iterator[Any]:
-    """Start to send each other rank its part, and to receive from each other rank its copy of this rank's part. Yield
-    the works of torch.distributed. `parts`: the part of each rank. `received`: for each rank, the memory for its copy.
-    """
+    """Start to send `parts[r]` to each other rank r, and to receive in `received[r]` what rank r sends to this rank.
+    Yield the works of torch.distributed."""
     for other, part in enumerate(received):
         if other != rank and part.numel():
             yield dist.irecv(part, group_src=other, group=group)
