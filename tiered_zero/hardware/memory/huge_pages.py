@@ -127,8 +127,8 @@ class PageRange:
         self._pool.map(self._address_of_first, self._nbytes)
 
     def empty(self, keep: bool = True) -> None:
-        """Unmap the memory. `keep`: True: store the pages for the next units. False: free the pages, because something may
-        still write to them."""
+        """Unmap the memory. `keep`: True: store the pages for the next units. False: free the pages, because something
+        may still write to them."""
         self._pool.unmap(self._address_of_first, self._nbytes, keep)
 
 
