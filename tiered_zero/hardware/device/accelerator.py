@@ -86,7 +86,6 @@ class Failure:
     """The error of a failed job. Jobs that waited for the failed job fail, too, and their transfers share this object.
     `collected`: a transfer has raised the error."""
 
-    lane: str
     error: BaseException
     traceback: TracebackType | None
     collected: bool = False
@@ -287,7 +286,7 @@ class Lane:
                 self._delays.delay()
             marker = self._launch(work)
         except BaseException as error:
-            failure = Failure(lane=self.name, error=error, traceback=error.__traceback__)
+            failure = Failure(error=error, traceback=error.__traceback__)
             self._failures = [old for old in self._failures if not old.collected] + [failure]
         if self._delays is not None:
             self._delays.delay()

@@ -195,10 +195,13 @@ class ProcessGroups:
             tensor.detach().copy_(values)
 
     def exchange(self, data: bytes, what: str = "messages", *, kind: str = "") -> list[bytes]:
-        found = self._gather_bytes(_packed(crc32((kind or what).encode()), data), what)
+        head = _HEAD.pack(len(data), crc32((kind or what).encode()))
+        first = (head + data[:INLINE_NBYTES]).ljust(_HEAD.size + INLINE_NBYTES, b"\0")
+        found = self._gather_bytes(first, what)
         sizes, kinds = zip(*(_HEAD.unpack_from(message) for message in found), strict=True)
         if len(set(kinds)) > 1:
-            names = [each.decode(errors="replace").strip() for each in self._gather_bytes(_name_of(what), what)]
+            name = what.encode()[:ORDER_NBYTES].ljust(ORDER_NBYTES)
+            names = [each.decode(errors="replace").strip() for each in self._gather_bytes(name, what)]
             texts = ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(names))
             raise RankError(f"Every rank was expected to make the same call; found {texts}.")
         if max(sizes) <= INLINE_NBYTES:
@@ -345,13 +348,3 @@ def _next_run(group: Any) -> int:
     dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
     _num_runs = int(number)
     return _num_runs
-
-
-def _packed(kind: int, data: bytes) -> bytes:
-    """Return the first message of an exchange: its header, and as much of the data as fits."""
-    return (_HEAD.pack(len(data), kind) + data[:INLINE_NBYTES]).ljust(_HEAD.size + INLINE_NBYTES, b"\0")
-
-
-def _name_of(call: str) -> bytes:
-    """Return a call's name as sent to the other ranks, in a fixed size."""
-    return call.encode()[:ORDER_NBYTES].ljust(ORDER_NBYTES)
