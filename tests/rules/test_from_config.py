@@ -126,6 +126,7 @@ def test_without_bias_correction() -> None:
         (" lamb ", {}, "no LAMB"),
         ("SGD", {"set_grad_none": True}, "optimizer.params.set_grad_none"),
         ("Adam", {"set_grad_none": False}, "optimizer.params.set_grad_none must be true"),
+        ("Adam", {"set_grad_none": 1}, "optimizer.params.set_grad_none must be true"),
         ("SGD", {"bias_correction": False}, "'bias_correction' is no parameter of SGD"),
         ("Adam", {"bias_correction": "no"}, "optimizer.params.bias_correction must be true or false"),
         ("Lion", {"fp32_optimizer_states": False}, "optimizer.params.fp32_optimizer_states: expected true"),

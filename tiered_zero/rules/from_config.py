@@ -221,7 +221,7 @@ def _adam_class(name: str, options: dict[str, Any]) -> tuple[type[Optimizer], bo
         flags[key] = switch(given) if key == BIAS_CORRECTION else given
         if not isinstance(flags[key], bool):
             raise ConfigError(f"optimizer.params.{key} must be true or false; found {flags[key]!r}.")
-    if options.pop("set_grad_none", True) not in (True,):
+    if options.pop("set_grad_none", True) is not True:
         raise ConfigError(
             "optimizer.params.set_grad_none must be true, as gradients are always set to None here and ignoring "
             "another value would change the numbers. Remove it."
