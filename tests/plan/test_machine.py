@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,19 @@ def test_what_is_saved_is_read_back_and_is_private(tmp_path: Path) -> None:
     replace(MEASURED, num_cores=8).save(path)
     assert load_machine(path) == replace(MEASURED, num_cores=8)
     assert path.stat().st_mode & 0o777 == 0o600 and [*path.parent.iterdir()] == [path]
+
+
+def test_a_save_that_a_disk_cuts_short_raises_and_keeps_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    MEASURED.save(path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # a write takes 100 bytes, as on a disk that is full
+    try:
+        with pytest.raises(OSError, match="too large"):
+            replace(MEASURED, num_cores=8).save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert load_machine(path) == MEASURED
 
 
 def test_a_description_may_use_units(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,6 @@ from tiered_zero.plan.planner import Plan
 from tiered_zero.plan.request import RESERVED, RESERVED_SHARE
 from tiered_zero.plan.step_time import StepSeconds, Work, forward_flops, missing_rates, predict_step
 from tiered_zero.sizes import TIERS, format_nbytes
-from tiered_zero.system import opened
 
 if TYPE_CHECKING:
     from tiered_zero.assembly.spec import RunSpec
@@ -302,8 +302,8 @@ class Choice:
 
     def save(self, path: Path) -> None:
         """Write the chosen config, mode 0600. Raises OSError."""
-        with opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) as fd:
-            os.write(fd, self.config_text.encode())
+        with open(path, "wb", opener=partial(os.open, mode=0o600)) as file:
+            file.write(self.config_text.encode())
 
 
 def choose_placement(

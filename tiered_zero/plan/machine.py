@@ -16,7 +16,6 @@ from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, Validation
 from tiered_zero.config.load import read_json
 from tiered_zero.errors import ConfigError
 from tiered_zero.sizes import parse_hardware_nbytes
-from tiered_zero.system import opened
 
 
 def _read_rate(text: str) -> int:
@@ -105,8 +104,8 @@ class Machine:
         """Write the machine to the file `path` as JSON, with mode 0600. An earlier file is replaced. Raises OSError."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        with opened(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) as fd:
-            os.write(fd, json.dumps(asdict(self), indent=2).encode() + b"\n")
+        with open(temporary, "wb", opener=partial(os.open, mode=0o600)) as file:
+            file.write(json.dumps(asdict(self), indent=2).encode() + b"\n")
         os.replace(temporary, path)
 
 
