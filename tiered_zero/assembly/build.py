@@ -7,7 +7,6 @@ import logging
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -102,21 +101,62 @@ def build(
             units=run_spec.units,
             adopted=source.directories,
         )
-        parts = _make_parts(run_spec, machine, source, handle, resources)
+        step, state, whole = _make_step(run_spec, machine, handle, resources)
+        copies = _make_copies(run_spec, machine.copy_homes, state)
+        adopted: AdoptedValues | None = None
+        if source.adoption is None:
+            state.view.check(run_spec.source.state, run_spec.source.param_groups)
+        elif copies is not None:
+            adopted = AdoptedValues(state=state, copies=copies)
+        driver = DriverState(
+            counts=step.counts,
+            overflow=step.overflow,
+            policy=step.policy,
+            optimizer=handle,
+            lr_scheduler=scheduler,
+            loader=loader,
+            module=run_spec.model,
+        )
+        checkpoints = Checkpoints(
+            state,
+            step.policy,
+            whole,
+            driver,
+            written_by(run_spec.rule, run_spec.config, runtime),
+            config=run_spec.config,
+            commits=_make_commits(run_spec, machine.tiers, state, copies),
+        )
+        resources.add("saves", once(checkpoints.async_save.wait))
+        run = EngineParts(
+            module=run_spec.model,
+            config=run_spec.config,
+            plan=run_spec.plan,
+            optimizer=handle,
+            lr_scheduler=scheduler,
+            observers=observers,
+            checkpoints=checkpoints,
+        )
+        engine = Engine(run, step, resources)
         own_state = run_spec.source.state  # the handle hides it once it is connected
-        engine, begin = _join(run_spec, machine, parts, scheduler, loader, observers, resources)
+        if handle is not None:
+            handle.connect(engine, step.policy, partial(resources.add, "optimizer"))
         has_begun = False
 
         def place() -> None:
             nonlocal has_begun
             has_begun = True
-            _place_model(run_spec, machine, parts, own_state, resources)
+            _place_model(run_spec, source, step, adopted, own_state, resources)
 
         try:
-            begin(place)
-            machine.runtime.recorder.take_spans()  # drop the spans of the start: no trace shows them
+            if source.adoption is not None and adopted is not None:
+                checkpoints.adopt(source.adoption, adopted, place)
+            elif source.found is not None:
+                checkpoints.resume(source.found, place)
+            else:
+                place()
+            runtime.recorder.take_spans()  # drop the spans of the start: no trace shows them
             trim_malloc()
-            parts.step.meter.begin()
+            step.meter.begin()
         except BaseException as error:
             if has_begun:
                 add_note(error, _BUILD_ANEW)
@@ -165,146 +205,49 @@ def _open_runtime(run_spec: RunSpec, collectives: Collectives, resources: Teardo
     return runtime
 
 
-def _join(
-    run_spec: RunSpec,
-    machine: OpenMachine,
-    parts: _Parts,
-    scheduler: Any,
-    loader: TrainingLoader | None,
-    observers: Sequence[Callable[[StepReport], None]],
-    resources: Teardown,
-) -> tuple[Engine, Callable[[Callable[[], None]], None]]:
-    """Join the parts to an engine. Return the engine and a function begin(place) that begins the run: it checks the
-    checkpoint to resume, if any, calls `place`, which places the model, and loads the checkpoint."""
-    config, step, handle, source = run_spec.config, parts.step, parts.handle, parts.source
-    driver = DriverState(
-        counts=step.counts,
-        overflow=step.overflow,
-        policy=step.policy,
-        optimizer=handle,
-        lr_scheduler=scheduler,
-        loader=loader,
-        module=run_spec.model,
-    )
-    checkpoints = Checkpoints(
-        parts.run_state,
-        step.policy,
-        parts.whole,
-        driver,
-        written_by(run_spec.rule, config, machine.runtime),
-        config=config,
-        commits=_make_commits(run_spec, machine.tiers, parts.run_state, parts.copies),
-    )
-    resources.add("saves", once(checkpoints.async_save.wait))
-    run = EngineParts(
-        module=run_spec.model,
-        config=config,
-        plan=run_spec.plan,
-        optimizer=handle,
-        lr_scheduler=scheduler,
-        observers=observers,
-        checkpoints=checkpoints,
-    )
-    engine = Engine(run, step, resources)
-    if handle is not None:
-        handle.connect(engine, step.policy, partial(resources.add, "optimizer"))
-    if source.adoption is not None and parts.adopted is not None:
-        return engine, partial(checkpoints.adopt, source.adoption, parts.adopted)
-    if source.found is not None:
-        return engine, partial(checkpoints.resume, source.found)
-    return engine, lambda place: place()
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Parts:
-    """The objects that move a model's bytes. `source`: where the first values come from. `handle`: the optimizer that
-    the user gets; None if the run evaluates. `whole`: gathers whole weights from the ranks. `copies`: writes durable
-    copies for in-place commits; None without such commits. `adopted`: reads first values from an adopted commit (see
-    `Source.adoption`); None without one."""
-
-    source: Source
-    handle: TieredOptimizer | None
-    step: TrainStep
-    whole: WholeWeights
-    run_state: RunState
-    copies: DurableCopies | None
-    adopted: AdoptedValues | None
-
-
-def _make_parts(
-    run_spec: RunSpec, machine: OpenMachine, source: Source, handle: TieredOptimizer | None, resources: Teardown
-) -> _Parts:
-    """Build the objects that move the model's bytes, and check the state that the user's optimizer has. The model does
-    not change."""
-    runtime, tiers, inventory = machine.runtime, machine.tiers, machine.inventory
-    is_sharded, groups = run_spec.plan.request.shards_state, run_spec.source.param_groups
-    shards = ParamShards(runtime.collectives, run_spec.units, run_spec.trained, is_sharded=is_sharded)
-    params = {spec.name: param for param, spec in run_spec.specs.items()}
-    view = StateView(run_spec.layouts, run_spec.rule, inventory, tiers.state_staging, groups, params, shards)
-    step, pager, pipeline, whole = _make_step(run_spec, machine, view, handle, resources)
-    run_state = RunState(
-        module=run_spec.model,
-        specs=list(run_spec.specs.values()),
-        units=run_spec.units,
-        view=view,
-        trained=run_spec.trained,
-        is_sharded=is_sharded,
-        pipeline=pipeline,
-        inventory=inventory,
-        runtime=runtime,
-        param_staging=tiers.param_staging,
-        param_flat=_flats(pager),
-    )
-    copies = _make_copies(run_spec, machine.copy_homes, run_state)
-    adopted = None
-    if source.adoption is not None and copies is not None:
-        adopted = AdoptedValues(state=run_state, copies=copies)
-    if source.adoption is None:
-        view.check(run_spec.source.state, groups)
-    return _Parts(
-        source=source,
-        handle=handle,
-        step=step,
-        whole=whole,
-        run_state=run_state,
-        copies=copies,
-        adopted=adopted,
-    )
-
-
 def _place_model(
-    run_spec: RunSpec, machine: OpenMachine, parts: _Parts, own_state: Mapping[Any, Any], resources: Teardown
+    run_spec: RunSpec,
+    source: Source,
+    step: TrainStep,
+    adopted: AdoptedValues | None,
+    own_state: Mapping[Any, Any],
+    resources: Teardown,
 ) -> None:
-    """Move every parameter to its home with its first value, and install the module hooks. `own_state`: the state that
-    the user's optimizer had. If this raises, the user has to build the model anew."""
-    collectives, step = machine.runtime.collectives, parts.step
-    materializer = Materializer(run_spec.model, parts.source.weights, run_spec.specs)
+    """Move every parameter to its home with its first value, and install the module hooks. `adopted`: reads first
+    values from an adopted commit (see `Source.adoption`); None without one. `own_state`: the state that the user's
+    optimizer had. If this raises, the user has to build the model anew."""
+    runtime, view = step.runtime, step.policy.view
+    materializer = Materializer(run_spec.model, source.weights, run_spec.specs)
     placer = UnitPlacer(
         pager=step.pager,
         events=step,
-        store_masters=parts.run_state.view.store_masters,
-        ranks=collectives,
-        resumed=None if parts.adopted is None else parts.adopted.flat,
+        store_masters=view.store_masters,
+        ranks=runtime.collectives,
+        resumed=None if adopted is None else adopted.flat,
     )
     materialize_model(materializer, run_spec.units, run_spec.params_of, placer)
-    materializer.move_buffers(machine.runtime.accelerator.device, collectives)
+    materializer.move_buffers(runtime.accelerator.device, runtime.collectives)
     step.gradients.serve()
     hooks = ModuleHooks(run_spec.model, run_spec.units, step)
     resources.add("hooks", hooks.remove)
     hooks.install()
-    if parts.source.adoption is None:
-        parts.run_state.view.write(own_state)
+    if source.adoption is None:
+        view.write(own_state)
     elif any(own_state.values()):
         logger.warning("the optimizer's own state is left out: the run goes on with what was committed")
 
 
 def _make_step(
-    run_spec: RunSpec, machine: OpenMachine, view: StateView, handle: TieredOptimizer | None, resources: Teardown
-) -> tuple[TrainStep, Pager, UpdatePipeline, WholeWeights]:
-    """Build the movers of parameters, gradients, state and activations, and the `TrainStep` that calls them in
-    order."""
+    run_spec: RunSpec, machine: OpenMachine, handle: TieredOptimizer | None, resources: Teardown
+) -> tuple[TrainStep, RunState, WholeWeights]:
+    """Build the movers of parameters, gradients, state and activations, and the `TrainStep` that calls them in order.
+    Also return what saves and loads use. The model does not change."""
     config, plan = run_spec.config, run_spec.plan
     runtime, tiers, inventory = machine.runtime, machine.tiers, machine.inventory
+    is_sharded, groups = plan.request.shards_state, run_spec.source.param_groups
+    shards = ParamShards(runtime.collectives, run_spec.units, run_spec.trained, is_sharded=is_sharded)
+    named = {spec.name: param for param, spec in run_spec.specs.items()}
+    view = StateView(run_spec.layouts, run_spec.rule, inventory, tiers.state_staging, groups, named, shards)
     cuts = view.cuts if view.need_params else None
     offloaded_params = OffloadedParams(inventory, tiers.param_staging, runtime, view.follow, cuts)
     activations = _make_activations(run_spec, machine, resources)
@@ -346,7 +289,20 @@ def _make_step(
     )
     resources.add("last update", once(step.finish_update))
     resources.add("open update", step.end_eager_update)
-    return step, pager, pipeline, whole
+    state = RunState(
+        module=run_spec.model,
+        specs=list(run_spec.specs.values()),
+        units=run_spec.units,
+        view=view,
+        trained=run_spec.trained,
+        is_sharded=is_sharded,
+        pipeline=pipeline,
+        inventory=inventory,
+        runtime=runtime,
+        param_staging=tiers.param_staging,
+        param_flat=_flats(pager),
+    )
+    return step, state, whole
 
 
 def _flats(pager: Pager) -> Callable[[Unit], torch.Tensor]:
