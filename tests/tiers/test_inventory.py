@@ -26,7 +26,6 @@ def test_homes_are_found_by_owner_and_kind() -> None:
         assert inventory.home(owner, kind) is homes[number]
         assert homes[number].start == 0, "one rank owns the whole flat"
     assert inventory.find(subgroup, "state") is None
-    assert list(inventory.homes()) == list(homes.values())
     assert inventory.home(make_unit(0, [7]), "param") is homes[0], "a unit is known by its index"
     with pytest.raises(AssertionError, match="has a home already"):
         inventory.place(unit, "param", homes[1])

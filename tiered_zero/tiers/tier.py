@@ -371,9 +371,6 @@ class Inventory:
     def last_update(self, unit: Unit) -> UnitUpdate | None:
         return self._last_updates.get(unit.index)
 
-    def homes(self) -> Iterator[Home]:
-        return iter(self._homes.values())
-
 
 # -- plain tensors, to and from slots ----------------------------------------------------------------------------------
 

@@ -165,7 +165,7 @@ def weights_at_home(engine: tiered_zero.Engine) -> dict[str, torch.Tensor]:
 
 def store_of(engine: tiered_zero.Engine) -> SwapStore:
     """The first swap store of a run."""
-    return next(home.tier.store for home in inventory(engine).homes() if isinstance(home.tier, NvmeTier))
+    return next(home.tier.store for home in inventory(engine)._homes.values() if isinstance(home.tier, NvmeTier))
 
 
 def everything(engine: tiered_zero.Engine) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def masters(engine: tiered_zero.Engine) -> dict[str, torch.Tensor]:
 
 def unverified_nbytes(engine: tiered_zero.Engine, category: str) -> int:
     """Bytes read from swap files that no checksum covered, of "param" or "state"."""
-    tiers = {home.tier for home in inventory(engine).homes() if isinstance(home.tier, NvmeTier)}
+    tiers = {home.tier for home in inventory(engine)._homes.values() if isinstance(home.tier, NvmeTier)}
     return sum(tier.store.nbytes("unverified").get(category, 0) for tier in tiers)
 
 
