@@ -61,7 +61,7 @@ def test_no_two_things_share_a_byte(numels: list[int], size: int, elementwise: b
         assert layout.master(raw).shape == (subgroup.numel,)
         views = [layout.master(raw)[piece.start : piece.stop] for piece in subgroup.pieces]
         for piece in subgroup.pieces:
-            state = layout.state(raw, piece, piece.start, piece.stop)
+            state = layout.state(raw, piece)
             assert list(state) == groups[piece.group]["fields"]
             for name, view in state.items():
                 assert view.dtype == (torch.uint8 if name == "bits" else torch.float32)
@@ -89,7 +89,7 @@ def test_all_but_the_arrays_of_some_pieces_are_cleared(numels: list[int], elemen
         expected[: layout.state_start] = 7
         pieces = [piece for piece in subgroup.pieces if piece.index in kept]
         for piece in pieces:
-            for view in layout.state(expected, piece, piece.start, piece.stop).values():
+            for view in layout.state(expected, piece).values():
                 view.view(torch.uint8).fill_(7)
         layout.clear(raw, pieces)
         assert torch.equal(raw, expected)
@@ -107,9 +107,9 @@ def test_a_run_over_several_pieces_is_one_slice() -> None:
     layout = StateLayout(subgroup, Fields(True), [{"fields": ["m"]}])
     raw = torch.zeros(layout.nbytes, dtype=torch.uint8)
     first, second = subgroup.pieces
-    both = layout.state(raw, first, first.start, second.stop)["m"]
+    both = layout.state(raw, first, second.stop)["m"]
     both.copy_(torch.arange(both.numel()))
-    alone = layout.state(raw, second, second.start, second.stop)["m"]
+    alone = layout.state(raw, second)["m"]
     assert alone[0] == second.start - first.start and alone.data_ptr() == both[second.start :].data_ptr()
 
 
@@ -120,7 +120,7 @@ def test_a_field_that_only_some_groups_have_exists_for_all_and_is_given_to_those
     full = {**torch.optim.SGD([torch.zeros(1)], lr=0.1).defaults}
     layout = StateLayout(subgroup, rule, [{**full, **group} for group in groups])
     raw = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    plain, heavy = (layout.state(raw, piece, piece.start, piece.stop) for piece in subgroup.pieces)
+    plain, heavy = (layout.state(raw, piece) for piece in subgroup.pieces)
     assert (list(plain), list(heavy)) == ([], ["momentum_buffer"])
 
 
@@ -158,7 +158,7 @@ def test_a_scale_for_each_block_of_a_parameter_and_none_for_two() -> None:
     layout = StateLayout(subgroup, QuantizedAdam(AdamRule(decoupled=True, kernel=None)), [{}])
     raw = torch.zeros(layout.nbytes, dtype=torch.uint8)
     for number, piece in enumerate(subgroup.pieces, start=1):
-        scales = layout.state(raw, piece, piece.start, piece.stop)["exp_avg_scale"]
+        scales = layout.state(raw, piece)["exp_avg_scale"]
         assert scales.numel() == -(-piece.numel // QUANTIZED_BLOCK_NUMEL)
         assert not scales.any(), "another parameter's"
         scales.fill_(number)
@@ -170,5 +170,5 @@ def test_ten_thousand_whole_parameters_are_found_quickly() -> None:
     raw = torch.zeros(layout.nbytes, dtype=torch.uint8)
     start_s = time.process_time()
     for piece in subgroup.pieces:
-        layout.state(raw, piece, piece.start, piece.stop)
+        layout.state(raw, piece)
     assert time.process_time() - start_s < 5.0, "one look at the piece's own arrays, not at everybody's"

@@ -187,7 +187,7 @@ class World:
                 first = entry.start + piece.param_start
                 expected = self.masters[unit.index][first : first + piece.numel]
                 assert torch.equal(layout.master(raw)[piece.start : piece.stop], expected)
-                moment = layout.state(raw, piece, piece.start, piece.stop)["m"].reshape(-1)
+                moment = layout.state(raw, piece)["m"].reshape(-1)
                 assert torch.equal(moment, self.moments[unit.index][first : first + moment.numel()])
         for unit in self.units:
             home = self.inventory.home(unit, "param")

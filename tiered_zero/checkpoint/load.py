@@ -557,7 +557,7 @@ class StateLoader:
         for piece in stepped:
             name = self._matched.params[piece.param.name].partition("/")[2]
             start = piece.param_start if elementwise else 0
-            views = layout.state(raw, piece, piece.start, piece.stop)
+            views = layout.state(raw, piece)
             for kind, is_coded in _arrays(views).items():
                 key, scale_key, shaped = f"{kind}/{name}", f"{kind}_scale/{name}", views[kind]
                 view = shaped.as_strided((shaped.numel(),), (1,), shaped.storage_offset())  # flat, in memory order

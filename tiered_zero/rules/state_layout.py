@@ -352,20 +352,21 @@ class StateLayout:
         self,
         raw: torch.Tensor,
         piece: ParamPiece,
-        start: int,
-        stop: int,
+        stop: int | None = None,
         views: Mapping[int, torch.Tensor] | None = None,
     ) -> dict[str, torch.Tensor]:
         """Return name -> view of a piece's state in `raw`, the slot's bytes. For an elementwise rule: the state of the
-        elements [start, stop) of the sub-group. For any other rule: the piece's whole arrays, in their own shapes.
+        piece, or of the elements from its first to `stop`. For any other rule: the piece's whole arrays, in their own
+        shapes.
         `views`: the result of `views(raw)`; None: the views are made here."""
         state = {}
         for array in self.arrays_for(piece):
             view = _view(raw, array) if views is None else views[array.offset]
-            is_shared = array.piece is None
-            state[array.field.name] = (
-                view[_part(array.field, start, stop)] if is_shared else _shaped(piece, array.field, view)
-            )
+            if array.piece is None:
+                view = view[_part(array.field, piece.start, stop or piece.stop)]
+            else:
+                view = _shaped(piece, array.field, view)
+            state[array.field.name] = view
         return state
 
     def fields(self, piece: ParamPiece) -> list[StateField]:

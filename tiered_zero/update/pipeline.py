@@ -383,7 +383,7 @@ class UpdatePipeline:
                     Run(
                         master=parts[0],
                         grad=parts[1],
-                        state=layout.state(work.raw, pieces[0], pieces[0].start, pieces[-1].stop, views),
+                        state=layout.state(work.raw, pieces[0], pieces[-1].stop, views),
                         scalars=dict(scalars.get(pieces[0].index, {})),
                         hyper=job.groups[pieces[0].group],
                         out=None if master is out else parts[2],

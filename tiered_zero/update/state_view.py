@@ -273,12 +273,12 @@ class StateView:
         """Set the state of `pieces` to its initial values. `raw`: the slot's bytes; the state in it is zero."""
         views = layout.views(raw)
         for piece in pieces:
-            self.rule.init_state(layout.state(raw, piece, piece.start, piece.stop, views), groups[piece.group])
+            self.rule.init_state(layout.state(raw, piece, views=views), groups[piece.group])
 
     def _export(self, layout: StateLayout, raw: torch.Tensor, piece: ParamPiece, into: ParamState) -> None:
         """Copy the state of a piece to `into`, the state of the whole parameter in torch's format. `raw`: the slot's
         bytes. The piece must have state."""
-        state = layout.state(raw, piece, piece.start, piece.stop)
+        state = layout.state(raw, piece)
         if layout.masters.needs_params:
             for name in state.keys() & {self.rule.unsigned_field}:
                 state[name] = state[name].abs()  # the sign bits belong to the masters
@@ -323,7 +323,7 @@ class StateView:
         for piece in layout.subgroup.pieces:
             if piece.index not in given:
                 continue
-            state, values = layout.state(raw, piece, piece.start, piece.stop), dict(given[piece.index])
+            state, values = layout.state(raw, piece), dict(given[piece.index])
             master = values.pop(MASTER, None)
             if master is not None and layout.has_own_masters:
                 layout.master(raw)[piece.start : piece.stop].copy_(_cut(piece, master))
