@@ -366,9 +366,9 @@ def find_together(
     find: Callable[[], FoundCheckpoint | None],
     prepare: Callable[[], None] = lambda: None,
 ) -> FoundCheckpoint | None:
-    """Call `prepare` on every rank, then `find` on rank 0. Return the checkpoint that `find` has found, or None, on
-    every rank. `directory` may differ between ranks: a path of the result that lies below rank 0's `directory` is
-    replaced by the same place below each rank's own."""
+    """Call `prepare` on every rank, then `find` on rank 0. Every rank returns the result of `find`. `directory` may
+    differ between ranks: a path of the result that lies below rank 0's `directory` is replaced by the same place below
+    each rank's own. If a call raises on one rank, every rank raises."""
 
     def act() -> FoundCheckpoint | None:
         prepare()

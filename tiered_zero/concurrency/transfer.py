@@ -176,8 +176,8 @@ class Worker:
         self._queue.put(work)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Run all submitted callables, then stop the thread. Wait for that at most `timeout_s` seconds; None: without
-        a limit. Idempotent."""
+        """Run all submitted callables, then stop the thread. Return when it has stopped, or after `timeout_s` seconds;
+        None: no limit. Idempotent."""
         self._queue.put(None)
         self._thread.join(timeout_s)
 

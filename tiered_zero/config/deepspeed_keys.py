@@ -112,8 +112,8 @@ def _no_effect(section: str, why: str, *, quiet: bool = False, **defaults: Any) 
 
 
 def _satisfied(section: str, why: str, **defaults: Any) -> list[Key]:
-    """Return keys without effect that log no notice, because what they ask for is always done. `section`: the path of
-    their section, with a dot at its end. `defaults`: the name of each key -> DeepSpeed's value if it is absent."""
+    """Return keys that have no effect and log no notice: what they ask for is always done. `section`: the path of their
+    section, with a dot at its end. `defaults`: the name of each key -> DeepSpeed's value if it is absent."""
     return _no_effect(section, why, quiet=True, **defaults)
 
 
@@ -300,8 +300,8 @@ def asks_for_something(key: Key, value: Any) -> bool:
 
 
 def _switched_on(section: Mapping[str, Any]) -> bool:
-    """Return whether a section of the file is switched on: by `enabled`; without that key by any value that is neither
-    false nor empty."""
+    """Return whether a section of the file is switched on. The key `enabled` decides; without it, the section is on if
+    any of its values is neither false, "auto" nor empty."""
     off = (False, None, "auto", "false")
     if "enabled" in section:
         return section["enabled"] not in off and bool(section["enabled"])
@@ -358,8 +358,8 @@ def reports(config: BaseModel, reading: Reading) -> list[KeyReport]:
 
 
 def notices(reading: Reading, keys: Mapping[str, Key]) -> tuple[str, ...]:
-    """Return the lines to log once at start: one each for all renamed keys, all resolved "auto"s, all "auto"s left to a
-    trainer, and all keys without effect; then `reading.notices`."""
+    """Return the lines to log once at start. One line lists all renamed keys, one all resolved "auto"s, one all "auto"s
+    left to a trainer, one all keys without effect. Then follow `reading.notices`."""
     renamed = [f"{old} -> {new}" for new, old in reading.renamed.items() if not keys[old].quiet]
     resolved = [f"{path} = {value}" for path, value in reading.auto.items() if path not in reading.unfilled]
     idle = [key.path for key, value in reading.idle if not key.quiet and asks_for_something(key, value)]

@@ -251,7 +251,8 @@ def _nearest(path: str) -> str:
 
 def _batch(values: dict[str, Any], world_size: int, reading: Reading, to_train: bool) -> dict[str, int]:
     """Return all three batch sizes. Those that the file leaves out are computed from the others: train = micro *
-    accumulation * ranks. `to_train`: see `load`. Raises ConfigError if the file's sizes do not suffice or disagree."""
+    accumulation * ranks. `to_train`: see `load`. Raises ConfigError if the file gives too few sizes, or sizes that
+    contradict each other."""
     given: dict[str, int | None] = {}
     for name in _BATCH:
         try:

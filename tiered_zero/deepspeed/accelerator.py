@@ -63,7 +63,7 @@ class CurrentAccelerator:
         return HOST_BACKEND
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Wait for the device's work; a CPU has none to wait for."""
+        """Wait for the device's work; a CPU has none to wait for. `device_index`: None: the current device."""
         if self._type != "cpu":
             self._module.synchronize(device_index)
 

@@ -58,7 +58,8 @@ def FusedAdam(
     amsgrad: bool = False,
     set_grad_none: bool = True,
 ) -> torch.optim.Adam:
-    """Make the optimizer that `DeepSpeedCPUAdam` makes: on a GPU the engine steps it with torch's code."""
+    """Make the same optimizer as `DeepSpeedCPUAdam`. Where the update runs on a GPU, the engine steps it with torch's
+    code."""
     return DeepSpeedCPUAdam(params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode)
 
 

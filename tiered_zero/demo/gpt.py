@@ -64,7 +64,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT. Every parameter belongs to a module with `reset_parameters`, which gives values to a model from `meta`."""
+    """A GPT. Every parameter belongs to a module with `reset_parameters`, so a model on the meta device can get its
+    first values."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

@@ -241,7 +241,8 @@ class StepCounts:
         self.micro_steps, self.global_steps, self.grad_check = state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts as plain values, for `load_state_dict`. Call it right after a `step()` that updates."""
+        """Return the counts as plain values, for `load_state_dict`. Call it between two steps, right after a `step()`
+        that updates."""
         return {
             "micro_steps": self.micro_steps,
             "global_steps": self.global_steps,

@@ -188,8 +188,8 @@ class TrainStep:
     # -- the engine's calls --------------------------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """Drop an unfinished step: after an interrupted call, or after a forward or `loss.backward()` that the user
-        called without the engine has raised."""
+        """Drop a step that a failed or interrupted call has left unfinished. The call may be the engine's, or a forward
+        or `loss.backward()` that the user called without the engine."""
         if not self.is_closed:
             self.entrance.recover()
 

@@ -160,9 +160,10 @@ def check_gradients(
     """Check the gradients of one rank: compute the global norm and the clip factor from the norms of single gradients,
     in fp32, as torch.nn.utils.clip_grad_norm_ does.
 
-    `norms`: each parameter and the norm of its gradient, in the order of `model.parameters()`. Gradients are multiplied
-    by `loss_scale`. `max_norm`: the largest norm that is not clipped; 0 does not clip. `device`: the device that adds
-    up the norms: always the one of compute, on whichever tier the gradients are. The host waits for it once.
+    `norms`: each parameter and the norm of its gradient, in the order of `model.parameters()`. `loss_scale`: the factor
+    that these gradients still contain; it is divided out. `max_norm`: the largest norm that is not clipped; 0 does not
+    clip. `device`: the device that adds up the norms: always the one of compute, on whichever tier the gradients are.
+    The host waits for it once.
     """
     on_host = torch.tensor([norm for _, norm in norms if isinstance(norm, float)], dtype=torch.float32, device="cpu")
     numbers = iter(on_host.to(device).unbind())

@@ -165,8 +165,8 @@ def select_engine(
 
 
 def select_reader(*paths: str | os.PathLike[str], settings: IOSettings) -> IOEngine:
-    """Return the best engine that reads the first page of all these files; nothing is written. If none does, raises the
-    TransferError of the last trial, with buffered access, which says most about the file."""
+    """Return the best engine that can read the first page of all these files. Nothing is written. If no engine can,
+    raise the TransferError of the last trial. That trial has buffered access, so its error says most about the file."""
     failures = [TransferError("there is no I/O engine here")]
 
     def trial(engine: IOEngine) -> None:
@@ -186,8 +186,9 @@ def select_reader(*paths: str | os.PathLike[str], settings: IOSettings) -> IOEng
 def _first_working(
     names: Sequence[str], settings: IOSettings, io_timeout_s: float, trial: Callable[[IOEngine], None]
 ) -> tuple[IOEngine | None, list[str]]:
-    """Try engines and kinds of access, best first. Return the first engine that passes `trial`, or None, and a line for
-    each that failed before. `trial`: raises TransferError if the engine does not work."""
+    """Try all engines with O_DIRECT, then with buffered access. Return the first engine that passes `trial`, open, or
+    None if none does; and one line of text for each trial that failed. `names`: the engines, best first. `trial`:
+    raises TransferError if the engine does not work."""
     working, reasons = [*names], list[str]()
     for direct, alignment in _ACCESS:
         for name in [*working]:

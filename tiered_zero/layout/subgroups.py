@@ -239,8 +239,8 @@ def _cut(
 
 def _runs(unit: Unit, shard: range, group_of: Mapping[str, int], elementwise: bool) -> list[tuple[int, int, bool]]:
     """Return the parts of a shard, with and without embeddings, as (start, stop, holds embeddings). They are cut at
-    page boundaries; if the rule is not `elementwise`, the whole shard is one part. `group_of`: embeddings that it does
-    not name count as other parameters."""
+    page boundaries; if the rule is not `elementwise`, the whole shard is one part. `group_of`: parameter name -> index
+    of its param group; an embedding that it does not name is treated as any other parameter."""
     embeddings = [
         (max(entry.start, shard.start), min(entry.stop, shard.stop))
         for entry in unit.entries

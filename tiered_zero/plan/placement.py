@@ -224,7 +224,7 @@ class UnitTraffic:
     """The bytes that a step moves for one unit, and the elements that it computes with.
 
     `numel`: elements of parameters, without padding. `lookups`: elements of embeddings that no matrix product reads.
-    `is_tied`: the unit holds an embedding that is also the weight of a product. `params`, `gradients`: (tier, bytes) in
+    `is_tied`: the unit holds an embedding that is also the weight of a product. `params`, `gradients`: (tier, bytes) of
     their home; ("", 0) for a unit without gradients. `is_paged`: the unit leaves the device. `state`: tier -> bytes."""
 
     numel: int

@@ -206,7 +206,8 @@ def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request:
 
 
 def _plan_gradients(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request: PlanRequest) -> Plan:
-    """Make a plan, and place gradients last. With "auto", gradients go to host memory while it has room, then to nvme.
+    """Make a plan, and place gradients last. If the config sets their tier, all go to it. With "auto", gradients go to
+    host memory while it has room, then to nvme.
 
     Parameters that `max_in_cpu` keeps in host memory are placed before gradients, because they save more transfers. In
     a step of n micro-batches, a byte of memory saves the disk 2n + 1 bytes of a parameter (read by forward and

@@ -641,8 +641,8 @@ class RecordWriter:
 
 
 def _hash(memory: memoryview, start: int, ranges: list[Range], completion: Completion) -> None:
-    """Compute the checksums of `memory`, which holds a record's bytes from `start` on, and add its ranges with them to
-    `ranges`. Then complete `completion`."""
+    """Compute the checksums of `memory`, which holds a record's bytes from `start` on. Add a range with its checksum to
+    `ranges` for each piece of the memory. Then complete `completion`; on an error fail it."""
     try:
         ranges.extend(hashed(cut(Range(start, start + len(memory), 0, None)), memory, start))
     except BaseException as error:  # the transfer carries the error; the thread goes on

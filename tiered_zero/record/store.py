@@ -389,7 +389,7 @@ class SwapStore:
         self._table.end(record, request)
 
     def _add_slot(self, record: Record) -> None:
-        """Give a `write_once` record its second slot, and enlarge the files if they lack room. Raises StoreError."""
+        """Give the record, which has one slot, a second one. Enlarge the files if they lack room. Raises StoreError."""
         if not self._table.add_slot(record):
             capacity_nbytes = self.capacity_nbytes + record.extent_nbytes
             self._files.grow(capacity_nbytes)

@@ -108,8 +108,8 @@ class QuantizedAdam(UpdateRule):
         self._inner.close()
 
     def _update_chunk(self, chunk: Run) -> dict[str, Any]:
-        """Dequantize the moments of a run to fp32, step the run, and quantize the moments again. Return the run's new
-        scalars."""
+        """Dequantize the moments of `chunk` to fp32, step the chunk, and quantize the moments again. Return the chunk's
+        new scalars."""
         kernel = self.kernel if chunk.master.is_cpu else None
         arrays = {
             name: (array, chunk.state[_scale(name)], self._scratch(name, array))

@@ -336,8 +336,8 @@ class TorchRule(UpdateRule):
         return list(self._fields[key])
 
     def update(self, runs: Sequence[Run]) -> None:
-        """Make one step on every run. A run that is cut into pieces still counts one step. Called on any thread, but on
-        one at a time."""
+        """Make one step on every run. A run that is cut into pieces makes one step too, not one for each piece. Called
+        on any thread, but on one at a time."""
         for run in runs:
             self._refuse_options(run.hyper, run.master.device)
         with torch.no_grad():

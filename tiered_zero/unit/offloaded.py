@@ -218,8 +218,8 @@ class ParamCopies:
             self._depth -= 1
 
     def end(self) -> None:
-        """End the state_dict, even one that an interrupt has ended. The next one waits for updates again and makes new
-        copies."""
+        """End the taking of a state_dict, also if an interrupt has ended it halfway. The next state_dict waits for
+        updates again and makes new copies."""
         if self._depth:
             self._driver.leave()
         self._depth = 0

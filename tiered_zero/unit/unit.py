@@ -154,9 +154,9 @@ class FlatStorage:
             return any(more and not param.requires_grad for param, more in zip(self._params, held, strict=True))
 
     def count_references(self, is_recomputed: bool) -> None:
-        """Store the number of references to each parameter of a frozen unit; `is_viewed` compares later numbers with
-        it. `is_recomputed`: True if the module runs again in backward; the smaller of the old and the new number is
-        then stored. See [Note: Frozen parameters that autograd holds]."""
+        """Count the references to each parameter of a frozen unit and store the numbers, with which `is_viewed`
+        compares later counts. `is_recomputed`: True: the module runs again in backward; keep an old number that is
+        smaller than the new one. See [Note: Frozen parameters that autograd holds]."""
         if not self.unit.trainable:
             found = self._count_references()
             self._num_references = list(map(min, found, self._num_references)) if is_recomputed else found

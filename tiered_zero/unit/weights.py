@@ -58,7 +58,7 @@ def _nbytes(path: str | Path) -> int:
 
 def weight_paths(given: Sequence[str]) -> list[str]:
     """List the safetensors files that `given` names, each once. `given`: paths of files, indexes and directories.
-    Raises ModelError if a directory or an index does not determine its files."""
+    Raises ModelError if it is not clear which files a directory or an index stands for."""
     return list(dict.fromkeys(str(path) for text in given for path in _files_of(Path(text).expanduser())))
 
 

@@ -116,14 +116,14 @@ class ReadyQueue:
 class UpdateJob:
     """The input of one update.
 
-    `grad_scale`: the factor for gradients. `groups`: copies of the param groups' values, made when the job was made.
+    `grad_scale`: multiplies gradients. `groups`: copies of the param groups' values, made when the job was made.
     `after`: parameters on the device are written after this transfer, because work that compute launched before the job
     was made may read them. `after_of`: index of a sub-group that became ready after the job was made -> the transfer
     that replaces `after` for this sub-group. `unit_updates`: unit index -> the `UnitUpdate` to complete. `param_kind`:
     the slots that get the new parameters: "param", or "param_back" for a delayed update. `every_subgroup`: also process
     sub-groups without a gradient, to write their parameters to the new slots. `queue`: gives sub-groups as they become
     ready; None: process all that have a gradient. `on_device`: True processes only sub-groups with state on the device,
-    False only the others, None all; sub-groups that are left out count as written. `computed`: completes when every
+    False only the others, None all; those that are left out are taken as written. `computed`: completes when every
     sub-group is computed (writes may still be under way), or when the job fails.
     """
 

@@ -87,7 +87,8 @@ class UpdatePolicy(ABC):
     @abstractmethod
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
         """Run the update of the prepared step; or start it, and make each read of weights wait for it. `grad_scale`:
-        the factor for gradients. If this raises, the update may be partly done, and the caller has to call `latch`."""
+        the factor by which gradients are multiplied. If this raises, the update may be partly done, and the caller has
+        to call `latch`."""
 
     @abstractmethod
     def _finish(self) -> None:

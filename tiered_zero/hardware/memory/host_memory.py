@@ -338,8 +338,8 @@ class HeapTrim:
     took a third more CPU time, all of it to clear pages."""
 
     def __init__(self, nbytes: int) -> None:
-        """Measure the holes that exist now; plain PyTorch leaves holes, too. `nbytes`: how much holes may grow before a
-        trim, and how many bytes are moved between two measurements."""
+        """Measure the holes that exist now, because plain PyTorch leaves holes, too. `nbytes`: measure again after
+        blocks of so many bytes were moved, and trim if the holes have grown by more than that."""
         self._nbytes = nbytes
         self._moved_nbytes = 0
         self._info = getattr(ctypes.CDLL(None), "mallinfo2", None)

@@ -71,7 +71,7 @@ def compare_order(order: str, group: Any, world_size: int) -> None:
 
 def gather(rows: Sequence[torch.Tensor], shard: torch.Tensor, rank: int, part_numel: int, group: Any) -> None:
     """Fill `rows`, one view for each rank, with the ranks' shards; one message has at most `part_numel` elements.
-    `shard`: this rank's shard, which may be its row.
+    `shard`: this rank's shard; it may be `rows[rank]` itself.
 
     [Note: Collectives by owner] A gather is a broadcast of each rank's shard. A reduction sends each part to the rank
     that owns it, which adds what it receives in rank order. All messages of a call are under way at once. Parts may
