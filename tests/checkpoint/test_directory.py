@@ -30,7 +30,6 @@ from tiered_zero.checkpoint.index import LATEST_NAME, MANIFEST_NAME, CommitLocat
 from tiered_zero.checkpoint.tag import (
     find_checkpoint,
     find_damage,
-    is_unused,
     list_tags,
     nothing_to_load,
     open_tag,
@@ -304,7 +303,7 @@ def test_foreign_checkpoints_are_refused_as_what_they_are(tmp_path: Path, kind: 
 @pytest.mark.parametrize("name", ["runs/", "train.log", "latest", ".metadata", "__0_0.distcp", ".old-a-0123456789ab/"])
 def test_a_directory_with_anything_else_is_no_new_start(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).touch()
-    assert nothing_to_load(tmp_path) == "" and not is_unused(tmp_path)
+    assert nothing_to_load(tmp_path) == "" == nothing_to_load(tmp_path, resumes=True)
     with pytest.raises(StoreError, match=f"{tmp_path}.*({name.strip('/')}|pickle)"):
         find_checkpoint(tmp_path)
 
@@ -328,9 +327,13 @@ def test_what_systems_and_killed_runs_leave_is_a_new_start(tmp_path: Path) -> No
     for name in (OWNER_NAME, "data.bin"):
         (run / name).touch()
     assert nothing_to_load(tmp_path) == "it is empty" and list_tags(tmp_path) == []
+    with pytest.raises(StoreError, match=f"found {run.name}"):
+        find_checkpoint(tmp_path)
     (tmp_path / ".tmp-global_step1-0123456789ab").mkdir()
     assert nothing_to_load(tmp_path) == "its first save was not completed"
-    assert not is_unused(tmp_path), "a run's swap directory may be what was meant"
+    assert nothing_to_load(tmp_path, resumes=True) == "", "a run's swap directory may be what was meant"
+    with pytest.raises(StoreError, match="There is no checkpoint"):
+        nothing_to_load(tmp_path / "none", resumes=True)
     with pytest.raises(StoreError, match="is no directory that save_checkpoint wrote"):
         nothing_to_load(run / "data.bin")
 

@@ -16,7 +16,7 @@ import torch
 from tiered_zero.assembly.spec import RunSpec
 from tiered_zero.checkpoint.checkpoints import find_together
 from tiered_zero.checkpoint.in_place import Adoption, adopt
-from tiered_zero.checkpoint.tag import FoundCheckpoint, find_checkpoint, is_unused, nothing_to_load
+from tiered_zero.checkpoint.tag import FoundCheckpoint, find_checkpoint, nothing_to_load
 from tiered_zero.concurrency.interrupts import Teardown
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import StoreError
@@ -113,10 +113,10 @@ def find_source(run_spec: RunSpec, collectives: Collectives) -> Source:
 def _find(resume: str, warnings: list[str]) -> FoundCheckpoint | None:
     """Find the checkpoint to resume in the directory `resume`. Return None, and add a warning, if the directory holds
     no complete save yet. Raises StoreError."""
-    if not is_unused(resume):
-        return find_checkpoint(resume)
-    warnings.append(f"no checkpoint in {resume} is resumed: {nothing_to_load(resume)}. The run begins at step 0")
-    return None
+    if why := nothing_to_load(resume, resumes=True):
+        warnings.append(f"no checkpoint in {resume} is resumed: {why}. The run begins at step 0")
+        return None
+    return find_checkpoint(resume)
 
 
 def check_directories(keys: Mapping[tuple[str, ...], str]) -> list[str]:

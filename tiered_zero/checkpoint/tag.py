@@ -33,7 +33,7 @@ from tiered_zero.checkpoint.index import (
     file_name,
 )
 from tiered_zero.checkpoint.load import TensorReader
-from tiered_zero.checkpoint.tag_writer import LOCK_NAME, OLD, TEMPORARY, SaveDirectory, hidden_tag
+from tiered_zero.checkpoint.tag_writer import OLD, TEMPORARY, SaveDirectory, hidden_tag
 from tiered_zero.errors import StoreError
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.record.data_files import DATA_NAME, RecordFiles, RecordReader, Stripes, check_data_files, verify_run
@@ -383,32 +383,26 @@ def read_latest(save_dir: str | os.PathLike[str]) -> str | None:
         raise StoreError(f"{path / LATEST_NAME} names no checkpoint: {error_text(error)}") from error
 
 
-def nothing_to_load(load_dir: str | os.PathLike[str]) -> str:
+def nothing_to_load(load_dir: str | os.PathLike[str], *, resumes: bool = False) -> str:
     """Return why there is nothing to load in `load_dir`, so that a run begins at step 0: the directory is missing or
-    empty, or its first save was never completed. Return "" for any other directory. Raises StoreError."""
+    empty, or its first save was never completed. Return "" for any other directory. Raises StoreError.
+
+    `resumes`: the user has named the directory in order to resume from it. A missing directory is then an error, and
+    swap directories of runs are content: the user may have meant one of them."""
     path = Path(load_dir)
-    if not os.path.lexists(path):
+    if not resumes and not os.path.lexists(path):
         return "it does not exist"
-    names = _content(path)
+    names = [name for name in _content(path) if resumes or not os.path.lexists(path / name / OWNER_NAME)]
     if not names:
         return "it is empty"
     unfinished = all(hidden_tag(TEMPORARY, name) is not None for name in names)
     return "its first save was not completed" if unfinished else ""
 
 
-def is_unused(save_dir: str | os.PathLike[str]) -> bool:
-    """Return whether the directory exists and holds at most the lock file and remains of unfinished saves. Raises
-    StoreError."""
-    path, ours = Path(save_dir), (LOCK_NAME, "lost+found")
-    return path.is_dir() and all(name in ours or hidden_tag(TEMPORARY, name) is not None for name in _names(path))
-
-
 def _content(path: Path) -> list[str]:
-    """Return the names in `path` except those that may exist before a run's first save: hidden files, lost+found, runs'
-    swap directories."""
+    """Return the names in `path` except those that may exist before a run's first save: hidden files, lost+found."""
     shown = (TEMPORARY, OLD, ".metadata")
-    names = [name for name in _names(path) if name != "lost+found" and (name[0] != "." or name.startswith(shown))]
-    return [name for name in names if not os.path.lexists(path / name / OWNER_NAME)]
+    return [name for name in _names(path) if name != "lost+found" and (name[0] != "." or name.startswith(shown))]
 
 
 def _names(save_dir: Path) -> list[str]:
