@@ -36,7 +36,15 @@ from tiered_zero.checkpoint.load import TensorReader
 from tiered_zero.checkpoint.tag_writer import OLD, TEMPORARY, SaveDirectory, hidden_tag
 from tiered_zero.errors import StoreError
 from tiered_zero.io.engine import IOEngine
-from tiered_zero.record.data_files import DATA_NAME, RecordFiles, RecordReader, Stripes, check_data_files, verify_run
+from tiered_zero.record.data_files import (
+    ATTEMPTS,
+    DATA_NAME,
+    RecordFiles,
+    RecordReader,
+    Stripes,
+    check_data_files,
+    verify_run,
+)
 from tiered_zero.record.directory import OWNER_NAME, Owner, read_owner
 from tiered_zero.record.files import (
     MOST_NBYTES,
@@ -542,16 +550,20 @@ def open_tag(
 
 def find_damage(tag_dir: str | os.PathLike[str]) -> list[str]:
     """Read every byte of a tag, or of the commit to which it points, in the stores of all ranks. Return a text for each
-    fault. A live run may commit at the same time."""
+    fault. A live run may commit at the same time; the new commit is then read, in three attempts at most."""
     try:
         manifest = read_manifest(tag_dir)
         if manifest.swap is None:
             with open_tag(tag_dir, manifest=manifest) as reader:
                 return [*map(str, reader.damage())]
-        commit = Commit.read(manifest.swap.first)
-        state = commit.checkpoint.step, {COMMIT_ID: commit.commit_id}
-        found = [verify_run([Path(path) for path in store.paths], *state) for store in commit.stores]
-        return [str(item) for verified in found if verified is not None for item in verified.broken]
+        for _ in range(ATTEMPTS):
+            commit = Commit.read(manifest.swap.first)
+            state = commit.checkpoint.step, {COMMIT_ID: commit.commit_id}
+            found = [verify_run([Path(path) for path in store.paths], *state) for store in commit.stores]
+            whole = [verified for verified in found if verified is not None]
+            if len(whole) == len(found):  # else the run has committed again
+                return [str(item) for verified in whole for item in verified.broken]
+        raise StoreError(f"{manifest.swap.first} commits faster than it can be read; verify it when its run has ended.")
     except (StoreError, OSError) as error:
         return [str(error)]
 

@@ -240,7 +240,8 @@ _READ_BLOCKS: Final = IOSettings(block_size=MIB)
 """Blocks of 1 MiB for reads. Blocks of 4 MiB, which suit training, make a load slower: windows are passed on in order,
 so a late block delays all windows behind it."""
 
-_ATTEMPTS: Final = 3
+ATTEMPTS: Final = 3
+"""The most times that a commit is verified if its run commits again meanwhile."""
 
 
 @final
@@ -518,7 +519,7 @@ def verify_run(
     and the committed state is another one, the prepared state may be verified (see `SwapStore.recover`). If the run
     commits meanwhile, the bytes may have changed, and the verification starts again, three times at most. Raises
     StoreError if the manifest is damaged, or a data file is missing or too short."""
-    for _ in range(_ATTEMPTS):
+    for _ in range(ATTEMPTS):
         if (state := _find_state(paths[0], step, metadata)) is None:
             return None
         check_data_files(paths, Stripes(state.weights), state.capacity_nbytes)
