@@ -157,7 +157,8 @@ def check_every_crash(log: list[Operation], commits: list[Commit], where: Path, 
                 continue
             assert store.step in allowed, f"after operation {length}: step {store.step}, expected one of {[*allowed]}"
             assert found == allowed[store.step].contents
-            assert store.metadata == {"step": store.step}
+            committed, _ = manifest.load(Path(store.paths[0]))
+            assert committed is not None and committed.metadata == {"step": store.step}
             verified = verify_run([Path(path) for path in store.paths])
             assert verified is not None and verified.broken == []
             store.close()

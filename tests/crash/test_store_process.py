@@ -11,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.sync_io import SyncEngine
-from tests.support.inspection.insides import SwapDir, SwapStore, collect_garbage, leftover_notices, list_runs
+from tests.support.inspection.insides import (
+    SwapDir,
+    SwapStore,
+    collect_garbage,
+    leftover_notices,
+    list_runs,
+    load_manifests,
+)
 from tiered_zero.errors import StoreError
 
 ROOT = Path(__file__).parents[2]
@@ -90,7 +97,9 @@ def test_a_killed_run_resumes_from_its_commit_and_gc_keeps_that(swap_path: Path,
     store = SwapStore.recover(SwapDir.open(run.path), SyncEngine())
     into = memoryview(bytearray(4096))
     store.read(store.records()["a"], into).wait()
-    assert (store.step, store.metadata, bytes(into)) == (7, {"loss": 2.5}, b"x" * 4096)
+    committed, _ = load_manifests(run.path)
+    assert committed is not None and committed.metadata == {"loss": 2.5}
+    assert (store.step, bytes(into)) == (7, b"x" * 4096)
     (taken,) = list_runs(swap_path)
     assert (taken.state, taken.pid) == ("alive", os.getpid())
     store.close(remove=False)

@@ -19,7 +19,7 @@ from tiered_zero.io.engine import IOEngine
 from tiered_zero.io.select import select_engine
 from tiered_zero.record.data_files import DATA_NAME
 from tiered_zero.record.directory import SwapDir
-from tiered_zero.record.manifest import CHUNK_NBYTES
+from tiered_zero.record.manifest import CHUNK_NBYTES, load
 from tiered_zero.record.store import SwapStore
 from tiered_zero.sizes import MIB
 
@@ -295,7 +295,8 @@ def test_stripes_use_both_paths_by_weight_and_lose_nothing(swap_path: Path, engi
     store.commit(3, {"loss": 1.5})
     store.close(remove=False)
     again = SwapStore.recover(SwapDir.open(directory.paths[1]), engine)
-    assert (again.step, again.metadata) == (3, {"loss": 1.5})
+    committed, _ = load(directory.paths[0])
+    assert committed is not None and (again.step, committed.metadata) == (3, {"loss": 1.5})
     assert read(again, "a") == data
     again.close(remove=False)
     (directory.paths[1] / DATA_NAME).unlink()

@@ -92,8 +92,6 @@ class SwapStore:
         self._prepared: Manifest | None = None
         self.step = None if state is None else state.step
         """The step of the last commit."""
-        self.metadata = {} if state is None else state.metadata
-        """The metadata of the last commit."""
         self._recorder = recorder
         self._count_lock = threading.Lock()
         self._nbytes: dict[str, Counter[str]] = {"read": Counter(), "write": Counter(), "unverified": Counter()}
@@ -288,7 +286,7 @@ class SwapStore:
             manifest.confirm(self._directory.paths[0])
             self._prepared = None
             self._table.thaw(state.ranges)
-            self.step, self.metadata = state.step, state.metadata
+            self.step = state.step
         except OSError as error:
             self._latch.set(error)
             raise StoreError(f"The commit of step {state.step} failed: {error}. Resume from what is there.") from error
