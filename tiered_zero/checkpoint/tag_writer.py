@@ -1,12 +1,7 @@
 """Change a save directory under one lock: begin a tag (one saved checkpoint), publish it, remove it.
 
 A tag is written into a temporary directory, which gets the tag's name once all of it is durable: until that rename a
-load takes the last checkpoint, afterwards the new one.
-
-[Note: replacing a tag] rename(2) does not replace a directory that has files. If the system can exchange two names
-(Linux, on all local file systems), the new and the old directory exchange theirs, and the tag always exists. Otherwise
-the old directory is first renamed to `.old-TAG-...`. A reader that finds no TAG takes that one, and the next writer
-renames it back."""
+load takes the last checkpoint, afterwards the new one."""
 
 from __future__ import annotations
 
@@ -153,8 +148,12 @@ class SaveDirectory:
 
     def rename(self, name: str, tag: str) -> str | None:
         """Rename the directory `name` to `tag`. Return the new name of the tag that it replaces; None if there was
-        none. `finish` makes the rename durable. If this raises OSError, the old tag can still be loaded, possibly from
-        a hidden name."""
+        none. `finish` makes the rename durable.
+
+        rename(2) does not replace a directory that has files. If the system can exchange two names (Linux, on all local
+        file systems), the new and the old directory exchange theirs, and the tag always exists. Otherwise the old
+        directory is first renamed to `.old-TAG-...`. A reader that finds no TAG takes that one, and the next writer
+        renames it back. If this raises OSError, the old tag can still be loaded, possibly from that name."""
         try:
             os.stat(tag, dir_fd=self.fd, follow_symlinks=False)
         except FileNotFoundError:

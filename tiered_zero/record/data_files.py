@@ -5,10 +5,10 @@ A store has one data file in each of its directories. Its bytes are cut into str
 when it makes the file: a full disk is then an error at the start, and no write changes the file's size. (Linux runs
 direct writes that change it one at a time.)
 
-[Note: Checksums during training] Computing checksums slows training: a step during a save takes 9 to 12% longer, and 3%
-longer without checksums. The checksums of 1.6 GB that no cache holds take 0.1 s of a processor, 0.3 s while training
-runs, and a step waits for its slowest thread. A checksum thread of low priority would cost 4 to 8%, but next to other
-programs it may take long: a call that waits for the save would then need a second thread, of normal priority.
+Computing checksums slows training: a step during a save takes 9 to 12% longer, and 3% longer without checksums. The
+checksums of 1.6 GB that no cache holds take 0.1 s of a processor, 0.3 s while training runs, and a step waits for its
+slowest thread. A checksum thread of low priority would cost 4 to 8%, but next to other programs it may take long: a
+call that waits for the save would then need a second thread, of normal priority.
 
 A read is cut into windows: a window is a piece of a record that fits into a buffer and has whole checksummed ranges.
 While the caller copies one window out of its buffer, a thread verifies the next one and the disk reads further ones.
