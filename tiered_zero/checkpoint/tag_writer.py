@@ -31,10 +31,9 @@ from tiered_zero.record.data_files import RecordWriter
 from tiered_zero.record.files import (
     disk_nbytes,
     error_text,
-    lock_fd,
+    lock_file,
     names_in,
     open_directory,
-    open_file,
     remove_files,
     sync_directory,
     unlock,
@@ -235,18 +234,13 @@ def _opened(save_dir: str | os.PathLike[str], *, makes: bool) -> tuple[Path, Des
 
 def _locked(path: Path, dir_fd: int) -> Descriptor:
     """Open and lock the lock file of a save directory, and return its descriptor. Raises StoreError."""
-    lock = CLOSED
     try:
-        lock = open_file(LOCK_NAME, dir_fd, os.O_RDWR | os.O_CREAT)
-        lock_fd(lock)
-        return lock
+        return lock_file(LOCK_NAME, dir_fd, os.O_CREAT)
     except BlockingIOError as error:
-        lock.close()
         raise StoreError(
             f"Another process is writing a checkpoint in {path}. Wait for it, or give each run its own directory."
         ) from error
     except OSError as error:
-        lock.close()
         raise StoreError(f"{path} cannot be locked: {error_text(error)}. Name another directory.") from error
 
 

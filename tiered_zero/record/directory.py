@@ -34,10 +34,9 @@ from tiered_zero.record.files import (
     error_text,
     is_locked,
     kind_text,
-    lock_fd,
+    lock_file,
     names_in,
     open_directory,
-    open_file,
     read_file,
     remove_files,
     sync_directory,
@@ -129,8 +128,7 @@ class _Hold:
         self.directory = open_directory(self.path)
         if (uid := os.fstat(self.directory).st_uid) != os.geteuid():
             raise StoreError(f"The run's directory {self.path} belongs to user id {uid}; expected {os.geteuid()}.")
-        self.lock = open_file(OWNER_NAME, self.directory, os.O_RDWR | flags)
-        lock_fd(self.lock)
+        self.lock = lock_file(OWNER_NAME, self.directory, flags)
         if not os.fstat(self.lock).st_nlink:
             raise StoreError(f"The run's directory {self.path} was removed by another process.")
 
@@ -145,14 +143,12 @@ class _Hold:
         as a run's. Raises OSError."""
         if not self.directory.closed:
             try:
-                remove_files(self.directory, keep=OWNER_NAME)
+                remove_files(self.directory, last=OWNER_NAME)
             except OSError:  # the table of descriptors may be full; closing the lock makes room
                 if not self.lock.closed:
                     unlock(self.lock)
-                    remove_files(self.directory, keep=OWNER_NAME)
+                    remove_files(self.directory, last=OWNER_NAME)
                 # else it was full before the lock was made: the directory is empty, or rmdir fails
-            with suppress(FileNotFoundError):
-                os.unlink(OWNER_NAME, dir_fd=self.directory)
         self.close()  # before rmdir: NFS keeps an open file in its directory under another name
         with suppress(FileNotFoundError):
             os.rmdir(self.path)
@@ -461,9 +457,7 @@ def _collect(run: RunInfo, dry_run: bool, committed: bool, unknown: bool) -> Col
             again = _inspect(run.path, name, parent_fd, locked=False)
             if (refusal := _refusal(again, committed, unknown)) is not None:
                 return Collected(run=run, removed=False, reason=refusal)
-            remove_files(fd, keep=OWNER_NAME)
-            with suppress(FileNotFoundError):
-                os.unlink(OWNER_NAME, dir_fd=fd)
+            remove_files(fd, last=OWNER_NAME)
         finally:
             lock.close()  # before rmdir: NFS keeps an open file in its directory under another name
         os.rmdir(name, dir_fd=parent_fd)
@@ -475,13 +469,7 @@ def _take_lock(dir_fd: int, unknown: bool) -> Descriptor:
     `CLOSED` if the file is missing, or if `unknown` is set and the file cannot be locked. Raises OSError,
     StoreError."""
     try:
-        fd = open_file(OWNER_NAME, dir_fd, os.O_RDWR)
-        try:
-            lock_fd(fd)
-        except BaseException:
-            fd.close()
-            raise
-        return fd
+        return lock_file(OWNER_NAME, dir_fd)
     except FileNotFoundError:
         return CLOSED
     except BlockingIOError:

@@ -110,14 +110,22 @@ def disk_nbytes(dir_fd: int) -> int:
 # -- lock --------------------------------------------------------------------------------------------------------------
 
 
-def lock_fd(fd: int) -> None:
-    """Take an exclusive flock; try for 0.2 s, because `is_locked` of another process holds the lock for a moment.
-    Raises BlockingIOError."""
-    for _ in range(20):
-        with suppress(BlockingIOError):
-            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        time.sleep(0.01)
-    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def lock_file(name: str, dir_fd: int, flags: int = 0) -> Descriptor:
+    """Open a file with `open_file`, to write it, and take an exclusive flock on it; try for 0.2 s, because `is_locked`
+    of another process holds the lock for a moment. `flags`: more flags for opening. Raises what `open_file` raises, and
+    BlockingIOError."""
+    fd = open_file(name, dir_fd, os.O_RDWR | flags)
+    try:
+        for _ in range(20):
+            with suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return fd
+            time.sleep(0.01)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        fd.close()
+        raise
+    return fd
 
 
 def is_locked(name: str, dir_fd: int) -> bool:
@@ -169,12 +177,12 @@ def sync_directory(directory: Path) -> None:
         os.fsync(fd)
 
 
-def remove_files(dir_fd: int, keep: str = "") -> None:
-    """Remove all files except `keep`, and all empty directories, from an open directory. After an error go on, and
-    raise the first one at the end (OSError)."""
+def remove_files(dir_fd: int, last: str = "") -> None:
+    """Remove all files and all empty directories from an open directory; `last` after all others. After an error go on
+    with the others, then raise the first error (OSError), and leave `last`."""
     failure: OSError | None = None
     for name in names_in(dir_fd):
-        if name != keep:
+        if name != last:
             try:
                 _remove(name, dir_fd)
             except FileNotFoundError:
@@ -183,6 +191,9 @@ def remove_files(dir_fd: int, keep: str = "") -> None:
                 failure = failure or error
     if failure is not None:
         raise failure
+    if last:
+        with suppress(FileNotFoundError):
+            os.unlink(last, dir_fd=dir_fd)
 
 
 def _remove(name: str, dir_fd: int) -> None:
