@@ -14,7 +14,7 @@ from torch import nn
 
 import tiered_zero
 from tests.support.faulty_runs import Fault, faulty_disks
-from tests.support.inspection import differences, everything, ledger, pipeline
+from tests.support.inspection import differences, everything, held_nbytes, ledger, pipeline
 from tests.support.inspection.insides import RecordWriter
 from tests.support.models import ParityGPT, batch
 from tests.support.pairwise import by_turns
@@ -496,7 +496,7 @@ def test_close_raises_what_no_call_has_raised(failing: Callable[[int], None], sw
     with pytest.raises(TransferError, match="says the test"):
         engine.close()
     engine.close()
-    assert [ledger(engine).now(tier) for tier in ("device", "host", "nvme")] == [0, 0, 0]
+    assert [held_nbytes(ledger(engine), tier) for tier in ("device", "host", "nvme")] == [0, 0, 0]
 
 
 def test_a_save_behind_an_update_that_fails_raises_its_error(swap_path: Path, tmp_path: Path) -> None:
@@ -550,14 +550,14 @@ def test_the_ledger_does_not_move(placement: tuple[str, str], swap_path: Path, t
     with make(swap_path, placement) as engine:
         train(engine, 0, 3)
         engine.flush()
-        before = {tier: ledger(engine).peak(tier) for tier in ("device", "host", "nvme")}
+        before = {tier: ledger(engine).peaks().get(tier, 0) for tier in ("device", "host", "nvme")}
         for _ in range(20):
             engine.save_checkpoint(tmp_path, tag="again")
             engine.load_checkpoint(tmp_path)
         train(engine, 3, 4)
         engine.flush()
-        assert {tier: ledger(engine).peak(tier) for tier in before} == before
-        assert all(ledger(engine).peak(tier) <= engine.plan.nbytes(tier) for tier in before)
+        assert {tier: ledger(engine).peaks().get(tier, 0) for tier in before} == before
+        assert all(ledger(engine).peaks().get(tier, 0) <= engine.plan.nbytes(tier) for tier in before)
 
 
 def test_the_log_says_what_differs(

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.fakes.slow_tier import SlowTier
+from tests.support.inspection import held_nbytes
 from tests.support.inspection.insides import (
     Home,
     Inventory,
@@ -116,8 +117,8 @@ class World:
 
     @property
     def live_pages(self) -> int:
-        return self.runtime.ledger.now("device") // (N * 4)
+        return held_nbytes(self.runtime.ledger, "device") // (N * 4)
 
     @property
     def peak_pages(self) -> int:
-        return self.runtime.ledger.peak("device") // (N * 4)
+        return self.runtime.ledger.peaks().get("device", 0) // (N * 4)

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.support.inspection import held_nbytes
 from tests.support.inspection.insides import Inventory, UnitUpdate
 from tests.support.tier_rig import make_runtime
 from tests.support.units import make_params, make_unit
@@ -264,7 +265,7 @@ def test_autograd_waits_while_too_much_is_on_its_way(runtime: Runtime, one_by_on
     waited.start()
     deadline_s = time.monotonic() + 60
     try:
-        while ledger.now("device") != 8000 and time.monotonic() < deadline_s:
+        while held_nbytes(ledger, "device") != 8000 and time.monotonic() < deadline_s:
             time.sleep(0.001)
         waited.join(0.1)
         stalled, on_its_way = waited.is_alive(), ledger.by_kind()["device"]["gradient_in_flight"]

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import tiered_zero
-from tests.support.inspection import ledger, units
+from tests.support.inspection import held_nbytes, ledger, units
 from tests.support.inspection.insides import DeviceTier, HostTier, NvmeTier, assembly_spec
 from tests.support.models import ParityGPT, batch
 from tests.support.pairwise import by_turns
@@ -80,7 +80,7 @@ def test_the_peak_is_the_formula(placement, how, swap_path):
             assert peak <= nbytes, f"{tier} {kind}"
             assert kind in ("gradient_in_flight", "param_window") or peak == nbytes, f"{tier} {kind}"
         for tier in TIERS:
-            assert ledger(engine).peak(tier) <= engine.plan.nbytes(tier)
+            assert ledger(engine).peaks().get(tier, 0) <= engine.plan.nbytes(tier)
         assert engine.plan.nbytes("device") == sum(nbytes for (tier, _), nbytes in expected.items() if tier == "device")
 
 
@@ -93,11 +93,11 @@ def test_the_report_sums_to_the_ledger_and_the_plan(placement, swap_path):
             report = engine.memory_report()
             for tier in TIERS:
                 kinds = report.get(tier, {}).values()
-                assert sum(kind["now"] for kind in kinds) == ledger(engine).now(tier)
+                assert sum(kind["now"] for kind in kinds) == held_nbytes(ledger(engine), tier)
                 assert sum(kind["planned"] for kind in kinds) == engine.plan.nbytes(tier)
                 assert all(0 <= kind["now"] <= kind["peak"] <= kind["planned"] for kind in kinds)
     after = ledger(engine)
-    assert [after.now(tier) for tier in TIERS] == [0, 0, 0], f"closed, and still held: {after.by_kind()}"
+    assert [held_nbytes(after, tier) for tier in TIERS] == [0, 0, 0], f"closed, and still held: {after.by_kind()}"
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
@@ -139,14 +139,14 @@ def test_the_device_limit_is_the_window(swap_path):
         smallest = min(unit.nbytes for unit in units(engine))
     with tiered(ParityGPT(), swap_path, runtime={"device_memory_limit": planned}) as engine:
         train(engine, batch, 3)
-        assert ledger(engine).peak("device") <= planned
+        assert ledger(engine).peaks()["device"] <= planned
     chain_only = {"stage3_max_live_parameters": 0}
     with tiered(ParityGPT(), swap_path, zero=chain_only) as engine:
         least = engine.plan.nbytes("device")
     assert least < planned
     with tiered(ParityGPT(), swap_path, runtime={"device_memory_limit": least}) as engine:
         train(engine, batch, 3)
-        assert ledger(engine).peak("device") <= least
+        assert ledger(engine).peaks()["device"] <= least
     with pytest.raises(tiered_zero.PlanError, match="device_memory_limit"):
         tiered(ParityGPT(), swap_path, runtime={"device_memory_limit": least - smallest})
     assert not any(swap_path.iterdir())
@@ -164,7 +164,7 @@ def test_what_the_device_has_free_is_a_limit_too(swap_path, monkeypatch):
         nbytes, said = engine.plan.limits["device"]
         assert least <= nbytes <= least + 1 and said == source
         train(engine, batch, 1)
-        assert ledger(engine).peak("device") <= least
+        assert ledger(engine).peaks()["device"] <= least
     free(least)
     with tiered(ParityGPT(), swap_path, runtime={"device_memory_limit": least}) as engine:
         assert engine.plan.limits["device"] == (least, "tiered_zero.device_memory_limit"), (
@@ -181,8 +181,8 @@ def test_every_tier_at_its_planned_size(swap_path):
     """Host too: the arena has the plan's bytes and every one of them is taken."""
     for placement, precision in itertools.product(PLACEMENTS, PRECISIONS):
         with tiered(ParityGPT(), swap_path, placement, **PRECISIONS[precision][1]) as engine:
-            assert ledger(engine).now("host") == engine.plan.nbytes("host")
-            assert ledger(engine).now("nvme") == engine.plan.nbytes("nvme")
+            assert held_nbytes(ledger(engine), "host") == engine.plan.nbytes("host")
+            assert held_nbytes(ledger(engine), "nvme") == engine.plan.nbytes("nvme")
             on_disk = sum(path.stat().st_size for path in swap_path.rglob("*") if path.is_file())
             assert on_disk >= engine.plan.nbytes("nvme")
             assert torch.is_tensor(engine.module.tokens.weight)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.fakes.sync_io import SyncEngine
+from tests.support.inspection import held_nbytes
 from tests.support.tier_rig import Rig, open_rig, random_bytes
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import EngineFailedError, TransferError
@@ -193,9 +194,9 @@ def test_a_failing_read_of_the_rest_raises_where_waited(swap_path: Path, bad_rea
 def test_a_committed_slot_takes_its_size_twice_and_its_tiers_commits(swap_path: Path) -> None:
     with open_rig("nvme", swap_path) as rig:
         slot = rig.tier.reserve("a", PAGE_NBYTES, "state", num_durable=2)
-        assert slot.nbytes == PAGE_NBYTES and rig.runtime.ledger.now("nvme") == 2 * PAGE_NBYTES
+        assert slot.nbytes == PAGE_NBYTES and held_nbytes(rig.runtime.ledger, "nvme") == 2 * PAGE_NBYTES
         rig.tier.reserve("b", PAGE_NBYTES, "state", num_durable=2)
-    assert rig.runtime.ledger.now("nvme") == 0
+    assert held_nbytes(rig.runtime.ledger, "nvme") == 0
 
 
 def test_a_slot_that_is_written_once_is_charged_twice_when_it_changes_after_a_commit(swap_path: Path) -> None:
@@ -205,6 +206,6 @@ def test_a_slot_that_is_written_once_is_charged_twice_when_it_changes_after_a_co
             for value, num_places in ((1, 1), (1, 1), (2, 2)):
                 lease.tensor.fill_(value)
                 rig.tier.write(slot, lease).wait()
-                assert rig.runtime.ledger.now("nvme") == num_places * PAGE_NBYTES
+                assert held_nbytes(rig.runtime.ledger, "nvme") == num_places * PAGE_NBYTES
                 rig.tier.store.commit(value, {})
-    assert rig.runtime.ledger.now("nvme") == 0
+    assert held_nbytes(rig.runtime.ledger, "nvme") == 0

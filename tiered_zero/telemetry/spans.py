@@ -219,12 +219,6 @@ class Ledger:
             self._tier_now[tier] += nbytes - self._now[tier, kind]
             self._now[tier, kind] = nbytes
 
-    def now(self, tier: str) -> int:
-        return self._tier_now.get(tier, 0)
-
-    def peak(self, tier: str) -> int:
-        return self._tier_peak.get(tier, 0)
-
     def peaks(self) -> dict[str, int]:
         """Return tier -> its most bytes since the run began."""
         with self._lock:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.inspection import held_nbytes
 from tiered_zero import system
 from tiered_zero.errors import BudgetError
 from tiered_zero.hardware.device.accelerator import CpuAccelerator
@@ -64,7 +65,7 @@ def test_a_slot_is_whole_pages_and_its_views_are_the_same_bytes(arena, ledger):
     assert flat.shape == (1250,) and flat[0] == 1.0
     flat[1] = 2.0
     assert bytes(slot.memory[4:8]) == b"\x00\x00\x00\x40"
-    assert ledger.now("host") == slot.nbytes and ledger.by_kind()["host"] == {"master": (8192, 8192)}
+    assert held_nbytes(ledger, "host") == slot.nbytes and ledger.by_kind()["host"] == {"master": (8192, 8192)}
     with pytest.raises(BudgetError, match=r"2049 elements of torch.float32 need 8196 bytes; this memory has 8192"):
         typed_view(slot.tensor, torch.float32, 2049)
 
@@ -81,7 +82,7 @@ def test_a_ledger_limit_takes_nothing():
     arena = HostArena(8 * PAGE_NBYTES, CpuAccelerator(), pin=False, ledger=ledger)
     with pytest.raises(BudgetError, match="allowed"):
         arena.take(3 * PAGE_NBYTES, "a")
-    assert taken_nbytes(arena) == 0 == ledger.now("host")
+    assert taken_nbytes(arena) == 0 == held_nbytes(ledger, "host")
     arena.take(2 * PAGE_NBYTES, "a")
     arena.close()
 
@@ -93,7 +94,7 @@ def test_released_bytes_are_poisoned_merged_and_taken_again(arena, ledger):
     for index in (1, 3, 2, 0):
         slots[index].release()
     assert flat.isnan().all()
-    assert taken_nbytes(arena) == 0 == ledger.now("host")
+    assert taken_nbytes(arena) == 0 == held_nbytes(ledger, "host")
     assert arena.take(16 * PAGE_NBYTES, "a").offset == 0
     with pytest.raises(RuntimeError, match="released before"):
         slots[1].release()
@@ -123,7 +124,7 @@ def test_slots_never_overlap_and_nothing_is_lost(steps):
                 assert max(gaps) < align_up(nbytes, PAGE_NBYTES) and sum(gaps) == free
         spans = sorted((slot.offset, slot.offset + slot.nbytes) for slot in live)
         assert all(spans[i][1] <= spans[i + 1][0] for i in range(len(spans) - 1))
-        assert taken_nbytes(arena) == sum(slot.nbytes for slot in live) == ledger.now("host")
+        assert taken_nbytes(arena) == sum(slot.nbytes for slot in live) == held_nbytes(ledger, "host")
     for slot in live:
         slot.release()
     assert arena.take(16 * PAGE_NBYTES, "all").offset == 0
@@ -137,7 +138,7 @@ def test_big_sizes_take_at_most_2_percent_more(nbytes):
     arena = HostArena(nbytes, accelerator, pin=True, ledger=ledger)
     assert arena.take(nbytes, "a").nbytes <= arena.capacity_nbytes <= 1.02 * nbytes
     assert list(accelerator.pinned.values()) == [arena.pinned_nbytes] and nbytes <= arena.pinned_nbytes <= 1.02 * nbytes
-    assert ledger.now("host") <= 1.02 * nbytes
+    assert held_nbytes(ledger, "host") <= 1.02 * nbytes
     arena.close()
 
 
@@ -203,7 +204,7 @@ def test_views_outlive_the_arena(ledger):
     del slot, arena
     gc.collect()
     assert torch.equal(flat, torch.full((8,), 3.0)) and memory.nbytes == PAGE_NBYTES
-    assert ledger.now("host") == 0
+    assert held_nbytes(ledger, "host") == 0
 
 
 def _resident_nbytes():

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.support.inspection import held_nbytes
 from tiered_zero.concurrency import transfer
 from tiered_zero.errors import BudgetError
 from tiered_zero.hardware.device.accelerator import CpuAccelerator
@@ -156,7 +157,7 @@ def test_close_wakes_who_waits_and_names_who_holds(arena, recorder, ledger, capl
     thread.join(300)
     assert len(errors) == 1 and "closed" in errors[0] and "sub-group 8" in errors[0]
     assert ["sub-group 7" in record.getMessage() for record in caplog.records] == [True]
-    assert ledger.now("host") == 0
+    assert held_nbytes(ledger, "host") == 0
     lease.release()
     with pytest.raises(BudgetError, match="closed"):
         pool.lease_nowait(1)

@@ -78,6 +78,12 @@ def ledger(engine: tiered_zero.Engine) -> Ledger:
     return engine._inspect().runtime.ledger
 
 
+def held_nbytes(ledger: Ledger, tier: str) -> int:
+    """The bytes that are charged on a tier now, as its limit counts them."""
+    ledger.take_recent_peaks()
+    return ledger.take_recent_peaks().get(tier, 0)
+
+
 def lane(engine: tiered_zero.Engine, name: str) -> Lane:
     return engine._inspect().runtime.accelerator.lane(name)
 
