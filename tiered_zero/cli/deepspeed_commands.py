@@ -17,8 +17,8 @@ from pathlib import Path
 import click
 
 from tiered_zero.errors import ConfigError
+from tiered_zero.version import DEEPSPEED_VERSION
 
-VERSION = "0.19.8+tiered.zero"
 _PACKAGE = '''"""tiered_zero under the name of DeepSpeed: `tiered-zero deepspeed-alias uninstall` removes it."""
 
 import sys
@@ -29,7 +29,7 @@ sys.modules.update(tiered_zero.deepspeed.modules_named(__name__))
 '''
 _METADATA = f"""Metadata-Version: 2.1
 Name: deepspeed
-Version: {VERSION}
+Version: {DEEPSPEED_VERSION}
 Summary: tiered_zero under the name of DeepSpeed, written by `tiered-zero deepspeed-alias install`
 Requires-Dist: tiered-zero
 """
@@ -110,7 +110,7 @@ def install(place: Place) -> None:
             f"deepspeed-alias install: expected no {place.command}, or the alias's own; found another file. Move it, "
             "or name a directory for PYTHONPATH: --target DIR."
         )
-    info = place.packages / f"deepspeed-{VERSION}.dist-info"
+    info = place.packages / f"deepspeed-{DEEPSPEED_VERSION}.dist-info"
     files = {  # metadata first, so that a partial install can be recognized and removed
         info / "METADATA": _METADATA,
         place.packages / "deepspeed" / "__init__.py": _PACKAGE,
@@ -129,7 +129,7 @@ def install(place: Place) -> None:
             f"deepspeed-alias install: expected to write to {place.packages} and {place.scripts}; found {error}. Name "
             "a directory of yours for PYTHONPATH: --target DIR."
         ) from error
-    click.echo(f"deepspeed {VERSION} is in {place.packages}, and its command is {place.command}.")
+    click.echo(f"deepspeed {DEEPSPEED_VERSION} is in {place.packages}, and its command is {place.command}.")
 
 
 @deepspeed_alias.command("uninstall")

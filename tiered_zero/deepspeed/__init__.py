@@ -19,9 +19,9 @@ from tiered_zero.deepspeed.comm import init_distributed
 from tiered_zero.deepspeed.missing import MISSING, MissingModule, refuse_other_names
 from tiered_zero.deepspeed.runtime import DeepSpeedEngine, initialize
 from tiered_zero.errors import ConfigError as DeepSpeedConfigError
+from tiered_zero.version import DEEPSPEED_VERSION
 
-__version__ = "0.19.8+tiered.zero"
-"""The version of DeepSpeed whose names this package has: libraries compare it with the version that they need."""
+__version__ = DEEPSPEED_VERSION
 
 __all__ = [
     "DeepSpeedConfigError",
