@@ -266,10 +266,17 @@ def test_a_loader_without_end() -> None:
         next(RepeatingLoader([]))
 
 
-def test_small_things(caplog: pytest.LogCaptureFixture) -> None:
-    deepspeed.utils.log_dist("on this rank", ranks=[0], level=30)
-    deepspeed.utils.log_dist("on another", ranks=[1], level=30)
-    assert caplog.messages == ["on this rank"]
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_line_is_logged_on_the_ranks_that_it_is_for(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    monkeypatch.setattr(deepspeed.utils, "get_rank", lambda: rank)
+    for ranks in (None, [-1], [0], [1], [0, 1], []):
+        deepspeed.utils.log_dist(f"for {ranks}", ranks=ranks, level=30)
+    assert caplog.messages == ["for None", "for [-1]", f"for [{rank}]", "for [0, 1]"]
+
+
+def test_small_things() -> None:
     assert deepspeed.DeepSpeedConfigError is ConfigError
 
 

@@ -23,6 +23,7 @@ from tiered_zero.deepspeed.missing import refuse_other_names
 from tiered_zero.engine.full_values import get_grad, get_master, get_state, set_grad, set_master, set_state
 from tiered_zero.errors import BudgetError, ConfigError
 from tiered_zero.hardware.probe import available_host_nbytes
+from tiered_zero.hardware.ranks.launcher import get_rank
 from tiered_zero.sizes import format_nbytes, parse_nbytes
 
 __all__ = [
@@ -56,9 +57,8 @@ _ONE_FILE = 1 << 62
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
-    """Log `message` if `ranks` is None or contains 0 or -1 (which means all ranks); otherwise do nothing. The rank of
-    this process is not compared with `ranks`."""
-    if ranks is None or 0 in ranks or -1 in ranks:
+    """Log `message` if `ranks` is None, or contains this process's rank or -1 (which means all ranks)."""
+    if ranks is None or get_rank() in ranks or -1 in ranks:
         logger.log(level, "%s", message)
 
 
