@@ -111,6 +111,17 @@ def test_without_an_optimizer_an_evaluation_is_planned_and_the_first_line_says_s
     assert trained["trains"] and state_nbytes(trained) == state_nbytes(plan_json(CONFIG)[1])
 
 
+def test_options_replace_keys_of_a_section_that_is_null_or_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(Path(CONFIG).read_text()), "tiered_zero": None}))
+    code, values = plan_json(str(path), "--sequence-length", "128")
+    assert code == 0 and values["activations"] is not None
+    wrong = write(path, tiered_zero=3)
+    for command in (["plan", wrong, "--sequence-length", "128"], ["train", wrong, "--report", str(tmp_path / "run")]):
+        shown = CliRunner().invoke(main, command)
+        assert shown.exit_code == 1 and "tiered_zero: expected an object; found 3" in shown.stderr
+
+
 def test_the_disk_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # training in the checkout leaves the directory there
     values = plan_json(CONFIG)[1]

@@ -62,6 +62,16 @@ def parse_size(text: str) -> GPTConfig:
     return gpt_of_size(parse_count(text))
 
 
+def overlay(settings: dict[str, Any], **own: Any) -> dict[str, Any]:
+    """Return a copy of `settings` (those of a config file) in which options of the command line replace keys of the
+    section "tiered_zero". `own`: the keys; those that are None change nothing."""
+    section = settings.get("tiered_zero")
+    given = {name: value for name, value in own.items() if value is not None}
+    if not given or not isinstance(section, dict | None):
+        return dict(settings)  # `load` refuses a section that is no object
+    return {**settings, "tiered_zero": {**(section or {}), **given}}
+
+
 STDERR = Console(stderr=True)
 """The console of the progress bar and of log lines, so that log lines are printed above the bar. It writes to the
 sys.stderr of the moment."""

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from tiered_zero.assembly.machine_rates import machine_to_plan
-from tiered_zero.cli.console import CONFIG_FILE, DEMO_MODEL, JSON_OPTION, parse_size, parse_source, parsed, print_json
+from tiered_zero.cli.console import (
+    CONFIG_FILE,
+    DEMO_MODEL,
+    JSON_OPTION,
+    overlay,
+    parse_size,
+    parse_source,
+    parsed,
+    print_json,
+)
 from tiered_zero.cli.plan_lines import (
     directory_needs,
     drive_lines,
@@ -146,12 +155,10 @@ def plan(
     if len(given) > 1:
         raise click.UsageError("Give one of --model, --params and --model-config.")
     chosen = given[0] if given else DEMO_MODEL
-    settings = read_json(config)
+    placement = "auto" if choose is not None else None
+    settings = overlay(read_json(config), placement=placement, sequence_length=sequence_length)
     if optimizer is not None:
         settings["optimizer"] = {"type": optimizer}
-    own: dict[str, Any] = {"placement": "auto"} if choose is not None else {}
-    own |= {"sequence_length": sequence_length} if sequence_length else {}
-    settings |= {"tiered_zero": {**settings.get("tiered_zero", {}), **own}} if own else {}
     # Not imported for --help: torch takes seconds.
     from tiered_zero.assembly.choice import estimate_of, make_predictor
     from tiered_zero.hardware.probe import available_device_nbytes

@@ -22,7 +22,7 @@ import tiered_zero
 from tiered_zero.assembly.choice import predicted_seconds
 from tiered_zero.checkpoint.driver import read_client_state
 from tiered_zero.checkpoint.tag import find_checkpoint, list_tags, nothing_to_load, open_reader
-from tiered_zero.cli.console import DEMO_MODEL, STDERR, print_json, print_table
+from tiered_zero.cli.console import DEMO_MODEL, STDERR, overlay, print_json, print_table
 from tiered_zero.config.load import load, read_json
 from tiered_zero.demo.corpus import NUM_BYTE_VALUES, Corpus, read_corpus
 from tiered_zero.demo.gpt import build_gpt
@@ -209,7 +209,10 @@ class Training:
             raise click.BadParameter(
                 f"text is read as bytes: vocab must be at least {NUM_BYTE_VALUES}", param_hint="--model"
             )
-        settings = overlay(read_json(options.config), options.batch, {"trace": options.trace, "report": options.report})
+        settings = overlay(read_json(options.config), trace=options.trace, report=options.report)
+        if options.batch is not None:
+            settings.pop("train_batch_size", None)
+            settings["train_micro_batch_size_per_gpu"] = options.batch
         self._rank, self._world_size = get_rank(), get_world_size()
         resolved = load(settings, world_size=self._world_size)
         if resolved.optimizer is None:
@@ -241,7 +244,7 @@ class Training:
         if self._resumes is not None:
             compare_options(self._resumes, self._saved)
             checkpoint = (settings.get("tiered_zero") or {}).get("checkpoint") or {}
-            settings = overlay(settings, None, {"checkpoint": {**checkpoint, "resume": str(self._resumes)}})
+            settings = overlay(settings, checkpoint={**checkpoint, "resume": str(self._resumes)})
         if options.save is not None and not options.resume:
             warn_of_others(options.save)
         self._settings = settings
@@ -358,19 +361,6 @@ def open_engine(settings: Mapping[str, Any], model: GPTConfig, seed: int) -> Eng
     directly on its tiers."""
     torch.manual_seed(seed)
     return tiered_zero.initialize(model=build_gpt(model), config=settings)[0]
-
-
-def overlay(settings: Mapping[str, Any], batch: int | None, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `settings` (those of the config file) in which options of the command line replace values.
-    `batch`: the samples per forward; None: keep the file's. `own`: keys of the section "tiered_zero"; those that are
-    None change nothing."""
-    result = dict(settings)
-    if batch is not None:
-        result.pop("train_batch_size", None)
-        result["train_micro_batch_size_per_gpu"] = batch
-    if given := {name: value for name, value in own.items() if value is not None}:
-        result["tiered_zero"] = {**(result.get("tiered_zero") or {}), **given}
-    return result
 
 
 def print_report(report: RunReport, num_parameters: int) -> None:
