@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import socket
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import nn
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import same_bits, tiered, train
 from tiered_zero.checkpoint import weights as weights_module
-from tiered_zero.checkpoint.weights import WeightTensor, write_weights
+from tiered_zero.checkpoint.weights import WeightTensor, copy_config, write_weights
 from tiered_zero.errors import InternalError, ModelError, StoreError
 
 BF16 = {"bf16": {"enabled": True}}
@@ -184,13 +185,37 @@ def test_room_is_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_process_that_is_gone_has_left_is_removed(tmp_path: Path) -> None:
-    mine = tmp_path / f".model.part-{os.getpid()}-ab"
-    for path in (tmp_path / ".model.part-999999999-ab", mine):
+@pytest.mark.parametrize("by", ["export", "config"])
+def test_what_a_killed_process_of_this_host_has_left_is_removed(tmp_path: Path, by: str) -> None:
+    """Another host may export to the same shared directory, under a process id that is unknown or another's here."""
+    host, out, model = socket.gethostname(), tmp_path / "out", tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    kept = sorted([f".part-{host}-{os.getpid()}-ab", ".part-other-999999999-ab", f".part-{host}-7-999999999-ab"])
+    for name in (f".part-{host}-999999999-ab", *kept):
+        (out / name).mkdir(parents=True)
+        (out / name / "model.safetensors").write_bytes(b"x")
+    if by == "export":
+        (made,) = write_weights(out, values(a=torch.zeros(100)))
+    else:
+        (made,) = copy_config(model, out, "float32")
+    assert sorted(path.name for path in out.iterdir()) == [*kept, made.name]
+
+
+def test_a_killed_copy_of_a_config_leaves_what_the_next_export_removes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, model, left = tmp_path / "out", tmp_path / "model", list[str]()
+    for path in (out, model):
         path.mkdir()
-        (path / "model.safetensors").write_bytes(b"x")
-    write_weights(tmp_path, values(a=torch.zeros(100)))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [mine.name, "model.safetensors"]
+    (model / "config.json").write_text("{}")
+
+    def note(source: Path, target: Path) -> None:
+        left.extend(os.listdir(out))
+
+    monkeypatch.setattr(weights_module.os, "replace", note)
+    copy_config(model, out, "float32")
+    assert len(left) == 1 and left[0].startswith(f".part-{socket.gethostname()}-{os.getpid()}-")
 
 
 def test_a_tensor_that_is_short_is_never_published(tmp_path: Path) -> None:

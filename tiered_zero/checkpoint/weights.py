@@ -12,8 +12,10 @@ import math
 import os
 import re
 import shutil
+import socket
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -239,27 +241,34 @@ def write_weights(
                 f"The weights take {format_nbytes(total_nbytes)}; {format_nbytes(free_nbytes)} are free in "
                 f"{directory}. Free some, or name another directory. Nothing was written."
             )
-        for path in directory.glob(".*.part-*-*"):
-            owner = path.name.rpartition(".part-")[2].partition("-")[0]
-            if owner.isdecimal() and not Path(f"/proc/{owner}").exists():  # it was killed while writing
-                shutil.rmtree(path, ignore_errors=True)
-        with TemporaryDirectory(
-            prefix=f".{stem}.part-{os.getpid()}-", dir=directory, ignore_cleanup_errors=True
-        ) as temporary:
+        with _hidden_directory(directory) as temporary:
             for name, shard in zip(names, shards, strict=True):
-                _write_shard(Path(temporary, name), shard)
+                _write_shard(temporary / name, shard)
             if len(shards) > 1:
                 weight_map = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
                 index = {"metadata": {"total_size": total_nbytes}, "weight_map": dict(sorted(weight_map.items()))}
-                write_new_file(Path(temporary, index_name), [json.dumps(index, indent=2).encode() + b"\n"])
+                write_new_file(temporary / index_name, [json.dumps(index, indent=2).encode() + b"\n"])
                 names.append(index_name)
-            _publish(directory, Path(temporary), names, stem)
+            _publish(directory, temporary, names, stem)
     except OSError as error:
         raise StoreError(
             f"The weights ({format_nbytes(total_nbytes)}) cannot be written to {directory}: {error.strerror or error}. "
             "Free some space, or name another directory."
         ) from error
     return [directory / name for name in names]
+
+
+@contextmanager
+def _hidden_directory(directory: Path) -> Iterator[Path]:
+    """Make a hidden directory in `directory`, for files that are renamed from there. Remove it at the end. Before that,
+    remove those that killed processes of this host have left: whether another host's process lives is not known."""
+    prefix = f".part-{socket.gethostname()}-"
+    for path in directory.iterdir():
+        left = re.fullmatch(rf"{re.escape(prefix)}(\d+)-\w+", path.name)
+        if left and not Path(f"/proc/{left[1]}").exists():
+            shutil.rmtree(path, ignore_errors=True)
+    with TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-", dir=directory, ignore_cleanup_errors=True) as made:
+        yield Path(made)
 
 
 def reading_order(tensors: Sequence[WeightTensor], max_shard_nbytes: int) -> list[WeightTensor]:
@@ -434,18 +443,18 @@ def copy_config(directory: Path, out: Path, dtype: str) -> list[Path]:
     export and loses its entries about quantised weights. Return the copies. Raises StoreError."""
     copied = []
     try:
-        for path in sorted(directory.iterdir()):
-            if path.suffix in _COPIED and not path.name.endswith(".index.json") and path.is_file():
-                raw = path.read_bytes()
-                if path.name == "config.json":
-                    config = {**json.loads(raw), "dtype": dtype}
-                    own = {name: config[name] for name in config if name not in ("torch_dtype", "quantization_config")}
-                    raw = json.dumps(own, indent=2).encode() + b"\n"
-                part = out / f".{path.name}.part-{os.getpid()}-"
-                part.unlink(missing_ok=True)
-                write_new_file(part, [raw])
-                os.replace(part, out / path.name)
-                copied.append(out / path.name)
+        with _hidden_directory(out) as temporary:
+            for path in sorted(directory.iterdir()):
+                if path.suffix in _COPIED and not path.name.endswith(".index.json") and path.is_file():
+                    raw = path.read_bytes()
+                    if path.name == "config.json":
+                        config = {**json.loads(raw), "dtype": dtype}
+                        for name in ("torch_dtype", "quantization_config"):
+                            config.pop(name, None)
+                        raw = json.dumps(config, indent=2).encode() + b"\n"
+                    write_new_file(temporary / path.name, [raw])
+                    os.replace(temporary / path.name, out / path.name)
+                    copied.append(out / path.name)
     except (OSError, ValueError, TypeError) as error:
         raise StoreError(f"The files next to the weights in {directory} cannot be copied to {out}: {error}.") from error
     return copied
