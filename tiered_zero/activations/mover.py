@@ -311,18 +311,18 @@ class ActivationMover:
             return SavedActivation(self, reference, tensor, version)
 
     def _fits(self, tensor: torch.Tensor, nbytes: int) -> bool:
-        """Return whether the tensor can be moved: it is plain memory, and a large enough part of its storage. `nbytes`:
-        bytes of the storage."""
+        """Return whether the tensor can be moved: it is plain memory, and takes a large enough part of its storage.
+        `nbytes`: the bytes of the storage."""
         if nbytes > MAX_SHARE_OF_STORAGE * tensor.nbytes or nbytes % tensor.itemsize or tensor.is_quantized:
             return False
         return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor() or 0 in tensor.stride())
 
     def _find(self, key: tuple[int, int], tensor: torch.Tensor) -> _Reference | None:
-        """Return the reference of the record of the tensor's storage in its present version; None if this version was
-        not moved. `key`: (storage, version).
+        """Find the record of the tensor's storage in its present version, and return a reference of the record. Return
+        None if this version was not moved. `key`: (storage, version).
 
-        A record counts only if the tensor shares its version counter. Tensors made by `.data` have a counter of their
-        own: it may show the record's version although the bytes were written since."""
+        Return None, too, if the tensor does not share the record's version counter. A tensor made by `.data` has a
+        counter of its own, which may show the record's version although the bytes were written since."""
         record = self._by_key.get(key)
         if record is None or record.storage.expired():  # type: ignore[no-untyped-call]
             return None
@@ -512,7 +512,7 @@ class ActivationMover:
         self._ledger.correct("device", "activation_in_flight", 0)
 
     def _free_dropped(self) -> None:
-        """Free the place's bytes of dropped records, whose graphs are gone."""
+        """Remove the dropped records, those whose graphs are gone, and free their bytes in the place."""
         while self._dropped:
             step, index = self._dropped.popleft()
             if step != self._step:

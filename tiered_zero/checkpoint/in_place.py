@@ -190,8 +190,9 @@ class Commits:
             raise UntaggedCommitError(str(error), manifest.step) from error
 
     def _prepare_together(self, manifest: TagManifest, shares: Sequence[Share]) -> None:
-        """Call `prepare` on every rank. If it fails on one, drop the prepared state and raise on every rank: nothing is
-        decided. If the exchange between the ranks fails, the prepared state stays, because rank 0 may have decided."""
+        """Prepare the commit on every rank, by `prepare`. If this fails on one rank, drop the prepared state and raise
+        on every rank: there is no commit. If the exchange between the ranks fails, keep the prepared state, because
+        rank 0 may have committed."""
         failed: list[Exception] = []
 
         def attempt() -> str | None:
@@ -272,8 +273,9 @@ def _parts(shares: Sequence[Share]) -> list[RankPart]:
 class DurableCopies:
     """Copies to nvme what a commit needs besides optimizer state. Each copy has a slot next to that state.
 
-    Frozen parameters and buffers are written if they have changed. Parameters that are half of their masters change in
-    each update, and are written from memory in each commit: 2 of the 10 bytes that a parameter's state takes.
+    Frozen parameters and buffers are written if they have changed. With state_format bf16_remainder the parameters of
+    updated units are written in each commit, because they are half of their masters: 2 of the 10 bytes that a
+    parameter's state takes.
 
     `units`: unit index -> the unit, and the home (slot) of its copy. `updated`: indices of the units that updates
     write. `flat`: returns a unit's bytes, [P]. `buffers`: the home of the buffers' copy; None for a model without

@@ -545,10 +545,12 @@ Place = tuple[RecordName, int]
 
 
 class RecordPlaces(NamedTuple):
-    """Names the records that a save writes. `state`: returns the record of a sub-group's slot. `params`: returns the
-    place of a segment's parameters; called only if they are half of its masters (state_format bf16_remainder). `unit`:
-    returns the record of a unit that no update writes; it holds this rank's elements. `buffers`: the record of all
-    buffers, laid out by `pack`; None if this rank saves none."""
+    """Says in which records a save writes this rank's part.
+
+    `state`: a function that returns the record of a sub-group's slot. `params`: a function that returns the place of a
+    segment's parameters; called only with state_format bf16_remainder, where parameters are half of the masters.
+    `unit`: a function that returns the record of a unit that no update writes; it holds this rank's elements.
+    `buffers`: the record of all buffers, laid out by `pack`; None if this rank saves none."""
 
     state: Callable[[StateLayout], RecordName]
     params: Callable[[StateLayout, Segment], Place]

@@ -368,8 +368,8 @@ class TensorReader:
 def _take(
     into: torch.Tensor, read_dtype: torch.dtype, dtype: torch.dtype, form: str, at: int, memory: memoryview
 ) -> None:
-    """Convert the elements in `memory` from `read_dtype` to `dtype`, and copy them to their place in `into`, which
-    takes all elements of one request. For the form "magnitude" drop their signs. `at`: the bytes of the request that
+    """Convert the elements in `memory` from `read_dtype` to `dtype`, and copy them to their place in `into`, the memory
+    for all elements of one request. For the form "magnitude" make them positive. `at`: how many bytes of the request
     come before `memory`."""
     values = torch.frombuffer(memory, dtype=read_dtype).to(dtype)
     own = into[at // read_dtype.itemsize :][: values.numel()]
@@ -385,10 +385,11 @@ shifted."""
 
 
 def _add(bits: torch.Tensor, dtype: torch.dtype, shift: int, at: int, memory: memoryview) -> None:
-    """Add one of the three summands of masters (`_SUMMANDS`) to `bits`, the masters as int32. The summand is the
-    elements in `memory`, of `dtype`, shifted left by `shift` bits; of floating-point elements only the signs are used.
-    `at`: see `_take`. Adds few elements at a time, so that temporaries stay small and torch uses the calling thread
-    alone."""
+    """Add one of the three summands of masters (`_SUMMANDS`) to `bits`, the masters as int32.
+
+    The summand is the elements in `memory`, of `dtype`, shifted left by `shift` bits. If `dtype` is a float, take the
+    sign bits of the elements instead. `at`: see `_take`. Few elements are added at a time: temporaries stay small, and
+    torch starts no further threads."""
     read = torch.frombuffer(memory, dtype=dtype)
     values, first = read.signbit() if dtype.is_floating_point else read, at // dtype.itemsize
     for start in range(0, values.numel(), _STEP_NUMEL):

@@ -137,8 +137,10 @@ class Capture:
 
 @final
 class AsyncSave:
-    """Writes saves during training, one at a time. Called on the driver thread. Holds no reference to the engine: the
-    run's list of what to close holds `wait`, and with it this object, which must not keep the engine alive."""
+    """Writes saves during training, one at a time. Called on the driver thread.
+
+    Holds no reference to the engine. The list of functions that close the run holds `wait`, and so keeps this object
+    alive; a reference from here would keep the engine alive, too."""
 
     def __init__(self) -> None:
         self.tag: TagWriter | None = None

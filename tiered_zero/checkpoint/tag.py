@@ -79,7 +79,8 @@ def tag_path(save_dir: str | os.PathLike[str], tag: str) -> Path:
 
 
 def _visible_tag(name: str, names: Sequence[str]) -> str | None:
-    """Return the tag to which the directory `name` belongs, even if it is hidden; None if it belongs to none. `names`:
+    """Return the name of the tag whose files the directory `name` holds. The directory may be hidden: a tag that is
+    being written, or the old version of a tag that is being replaced. Return None if it holds no tag's files. `names`:
     all names in the save directory."""
     if (old := hidden_tag(OLD, name)) is not None:
         return None if old in names else old
@@ -447,10 +448,10 @@ class FoundCheckpoint:
 def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -> FoundCheckpoint:
     """Find the checkpoint to load. `directory`: a run's swap directory, one tag, or a save directory with many tags.
 
-    With `tag`, return that tag or raise. Without it, take the first candidate in a save directory that is complete, or
-    that is a pointer whose run holds a commit ([Note: In-place commits] has the crash that leaves such a pointer). The
-    candidates are the tag that `latest` names, then all from the newest to the oldest. Raises StoreError, with the tags
-    that were skipped."""
+    With `tag`, return that tag or raise. Without it, try the tags of a save directory: first the one that `latest`
+    names, then all from the newest to the oldest. Return the first that is complete. A tag of an in-place commit is a
+    pointer to a run's swap directories; take it if the run holds a commit, even another one than the tag's ([Note:
+    In-place commits] says after which crash). Raises StoreError, with the tags that were skipped."""
     path = Path(os.path.abspath(directory))
     if tag is not None:
         return _take_named(path, tag)

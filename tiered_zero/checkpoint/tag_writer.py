@@ -434,7 +434,7 @@ class TagWriter:
 
 
 def _check_space(path: Path, tensors_nbytes: int) -> None:
-    """Check that the tag fits on the disk. Raises StoreError."""
+    """Check that `tensors_nbytes` and a manifest fit on the disk of `path`. Raises StoreError."""
     status = os.statvfs(path)
     free_nbytes = status.f_bavail * status.f_frsize
     needed_nbytes = tensors_nbytes + _SPARE_NBYTES

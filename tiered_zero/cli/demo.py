@@ -39,8 +39,8 @@ MIN_PARAMETERS, MAX_PARAMETERS = 100e6, 1e11
 
 
 def parse_layers(text: str) -> int:
-    """Return the number of blocks with which the model has about this number of parameters. `text`: such as "750M".
-    Raises ConfigError."""
+    """Convert a number of parameters, such as "750M", to a number of blocks: the model with so many blocks has about so
+    many parameters. Raises ConfigError."""
     count = parse_count(text)
     if not MIN_PARAMETERS <= count <= MAX_PARAMETERS:
         raise ConfigError(f"expected {MIN_PARAMETERS:.0e} to {MAX_PARAMETERS:.0e} parameters; found {text}")

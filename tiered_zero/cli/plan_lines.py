@@ -75,9 +75,11 @@ def look_at_drives(needs: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]
 
 
 def fill_drives(needs: Sequence[dict[str, Any]], disks: Sequence[Disk]) -> list[dict[str, Any]]:
-    """Return a row for each of `disks`, which the user has described, as `look_at_drives` returns for file systems.
-    `needs`: rows of `directory_needs`. If there are as many disks as directories, each directory has its own disk, in
-    the order of `needs`. Otherwise the disks share all bytes evenly, like directories of one `nvme_path`."""
+    """Return a row for each of `disks`, which the user has described. The rows are like those that `look_at_drives`
+    returns for file systems. `needs`: rows of `directory_needs`.
+
+    If there are as many disks as directories, disk i gets the bytes of the directory in row i of `needs`. Otherwise the
+    disks share all bytes evenly, like directories of one `nvme_path`."""
     rows = []
     for index, disk in enumerate(disks):
         own, shares = (needs[index : index + 1], 1) if len(disks) == len(needs) else (needs, len(disks))

@@ -35,7 +35,8 @@ class _Held:
 
 @contextmanager
 def hold_interrupts() -> Iterator[None]:
-    """Delay the first KeyboardInterrupt inside the block until the block ends. Also a decorator.
+    """Delay a Ctrl-C inside the block: raise its KeyboardInterrupt when the block ends. A second Ctrl-C inside the
+    block raises at its place. Also a decorator.
 
     Does nothing on a thread other than the main one, inside another such block, or if the program handles SIGINT
     itself."""

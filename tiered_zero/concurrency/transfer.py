@@ -212,9 +212,9 @@ class FailureLatch:
     def check(self, refusal: Callable[[BaseException], str] | None = None) -> None:
         """Raise if a failure is remembered.
 
-        Without `refusal`, raise the original error, at every call. With `refusal`, raise an EngineFailedError that the
-        original error has caused. `refusal(error)`: returns its text: what cannot be used any more, and from where to
-        resume."""
+        Without `refusal`, raise the original error, at every call. With `refusal`, raise an EngineFailedError with the
+        text that `refusal(error)` returns, and with the original error as its cause. The text says what cannot be used
+        any more, and from where to resume."""
         if self.error is None:
             return
         if refusal is None:

@@ -321,8 +321,8 @@ class Entrance:
             )
 
     def _running(self, may_recompute: bool) -> str:
-        """Return the name of the engine's call that is running now ("forward", "backward" or "step"); "" for none.
-        `may_recompute`: do not count a `loss.backward()` of the user."""
+        """Return the name of the engine's call that is running now ("forward", "backward" or "step"); "" for none. A
+        `loss.backward()` of the user is a "backward" too, except if `may_recompute`."""
         now = self._phase.now
         if torch._C._current_graph_task_id() != -1 and not (may_recompute and now is Phase.IDLE):
             return "backward"
@@ -332,9 +332,9 @@ class Entrance:
 
     @contextmanager
     def call(self, phase: Phase) -> Iterator[None]:
-        """A context manager that runs its block as one call in `phase`. If the block raises, clean up as `_end_failed`
-        says. Then raise the block's error; the first time, raise the original failure behind it (see
-        `FailureLatch.surface`)."""
+        """Return a context manager that runs its block as one call in `phase`. If the block raises, it cleans up as
+        `_end_failed` says. Then it raises the block's error. If this error follows from an earlier failure which the
+        user has not seen yet, it raises that failure instead (see `FailureLatch.surface`)."""
         try:
             self._phase.now = phase
             yield

@@ -285,8 +285,8 @@ class OverflowCounts:
 @final
 class OverflowGuard:
     """Decides to skip steps whose gradients are not finite, and adapts the loss scale. Used on the driver thread.
-    `scaler`: None without fp16. `checks`: False: no step is skipped; one with gradients that are not finite is applied
-    with a warning, as plain PyTorch applies it in fp32."""
+    `scaler`: None without fp16. `checks`: whether such a step is skipped. If not, it is applied, with a warning, as
+    plain PyTorch does in fp32."""
 
     def __init__(self, scaler: LossScaler | None, checks: bool) -> None:
         self.scaler = scaler

@@ -389,8 +389,9 @@ def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _padding(unit: Unit) -> Iterator[slice]:
-    """Yield the gaps in the unit's flat, between entries and after the last one. Only these are set to zero when the
-    flat is allocated: entries are written before they are read, and until then the system gives them no memory."""
+    """Yield the gaps in the unit's flat: between entries, and after the last one. When the flat is allocated, only the
+    gaps are set to zero. Entries are written before they are read, and the system gives them memory only when they are
+    written."""
     stops = [0, *(entry.stop for entry in unit.entries)]
     starts = [*(entry.start for entry in unit.entries), unit.numel]
     for stop, start in zip(stops, starts, strict=True):

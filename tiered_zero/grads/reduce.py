@@ -261,8 +261,8 @@ class GradientReducer:
 
     def _sum_squares(self) -> tuple[float, int]:
         """Return the fp64 sum of squares of the averaged gradients in this rank's shards, and the index of the first
-        parameter whose gradient is not finite (or NONE_BAD). Compute squares that were not summed on arrival. The host
-        waits once for the device."""
+        parameter whose gradient is not finite (or NONE_BAD). Squares that were summed on arrival are used; the others
+        are computed here. The host waits for the device, once for all of them."""
         found: list[tuple[int, list[torch.Tensor]]] = []
         for each in self._units.values():
             if not each.present:
@@ -481,7 +481,8 @@ class BucketMemory:
         return self._free.popleft()
 
     def hold(self, memory: torch.Tensor, received: Transfer) -> None:
-        """Keep the array `memory` in use until `received` ends. Then the sums of its bucket are at their homes."""
+        """Keep the array `memory` of one bucket in use until the transfer `received` is complete: then the sums of the
+        bucket are at their homes."""
         self._under_way.append((memory, received))
 
     def finish_all(self) -> None:

@@ -98,8 +98,9 @@ class GradientStore:
     # -- filling -----------------------------------------------------------------------------------------------------
 
     def begin_backward(self, *, is_last: bool) -> None:
-        """Begin a backward. `is_last`: whether it is the step's last one. Only then are norms computed as gradients are
-        transferred, because a later backward would change them."""
+        """Begin a backward. `is_last`: whether it is the step's last one. In the last one, norms are computed while
+        gradients are transferred. In an earlier one they are not, because a later backward would change the
+        gradients."""
         self._measures_norms = is_last
 
     def accumulate(self, param: nn.Parameter) -> Unit | None:
@@ -310,8 +311,8 @@ class GradientStore:
 
     def detach_step(self) -> StepGradients:
         """Return this step's gradients for its update, and begin the next step without gradients. The update reads the
-        returned gradients in place. So the next gradient of a unit goes to the unit's spare flat; without one it waits
-        for the unit's update."""
+        returned gradients in place, so the next gradient of a unit must not go to the same flat. It goes to the unit's
+        spare flat; if there is none, it waits for the unit's update."""
         step = StepGradients()
         for gradients in self._units.values():
             step.shares[gradients.unit.index] = gradients.share()
@@ -342,8 +343,8 @@ class GradientStore:
         self._in_flight.clear()
 
     def zero(self) -> None:
-        """Set gradients to 0, not None: all of this step, and those of earlier steps since gradients were last set to
-        None."""
+        """Set to 0, not to None, all gradients of this step, and those that earlier steps have set since gradients were
+        last set to None."""
         for gradients in self._units.values():
             if gradients.present or gradients.earlier or gradients.num_sums:
                 self.wait_update(gradients.unit)
@@ -383,11 +384,11 @@ class GradientStore:
         self.is_shown = False
 
     def set_hidden(self, updates_in_backward: bool = False) -> None:
-        """Set whether reading or assigning `param.grad` raises ModelError from now on: it does if there are several
-        ranks or `updates_in_backward`.
+        """Set whether reading or assigning `param.grad` raises ModelError from now on. It raises if there are several
+        ranks, or if `updates_in_backward`.
 
-        `updates_in_backward`: whether updates begin in the running backward. The caller passes True also in the first
-        step, whose update begins later, so that all steps are alike."""
+        `updates_in_backward`: whether updates begin in the running backward. In the first step they begin later; the
+        caller passes True there too, so that `param.grad` behaves alike in all steps."""
         self._hidden = _HIDDEN_BY_UPDATE if updates_in_backward else self._hidden_by_ranks
 
     def read(self, param: nn.Parameter) -> torch.Tensor | None:
@@ -458,7 +459,8 @@ class GradientStore:
         return {param: grad for param, grad in found.items() if grad is not None}
 
     def store_shown(self, gradients: UnitGradients) -> None:
-        """Copy to their homes a unit's gradients that users assigned, and the copies from `read` that users changed."""
+        """Copy to their homes the gradients of a unit that users have set: tensors that they assigned, and copies that
+        they got as `param.grad` and changed in place."""
         for entry in gradients.unit.entries if self._hidden is not None else ():
             if entry.param.index in gradients.assigned:
                 self._refuse_if_hidden(entry)

@@ -317,8 +317,8 @@ def model_rates(
 
 
 def _rate_besides(amount: float, product_s: float, work: Callable[[], object]) -> float:
-    """Return `amount` per second of the rest of `work`: without its matrix products, which take `product_s` seconds.
-    The rest counts as at least a tenth of the time of `work`."""
+    """Return the rate of `work` without its matrix products: `amount` per second of the remaining time. The products
+    take `product_s` seconds. The remaining time is taken as at least a tenth of the time of `work`."""
     seconds = 1 / median_rate(1.0, work)
     return amount / max(seconds - product_s, seconds / 10)
 

@@ -144,9 +144,12 @@ def bind_to_share(ranks: Collectives, device: torch.device, system: Path = SYSTE
 def share_of(places: Mapping[int, Place], nodes: Sequence[int | None], index: int) -> list[int]:
     """Return the processors of rank `index` of `len(nodes)` ranks; an empty list if there are too few.
 
-    `places`: processor -> place, for all processors to divide. `nodes`: the NUMA node of each rank's GPU; if one is
-    unknown (None), all nodes are ignored. The processors are sorted by place, and each rank gets one range of them.
-    Neighbours in this order are threads of one core, or cores of one node."""
+    `places`: processor -> place, for all processors to divide. `nodes`: the NUMA node of each rank's GPU; None:
+    unknown. If all nodes are known, the ranks of a node divide the processors of that node. If one is unknown, all
+    ranks divide all processors.
+
+    The processors are sorted by place, and each rank gets one range of them. Neighbours in this order are threads of
+    one core, or cores of one node."""
     ordered = sorted(places, key=lambda cpu: (places[cpu], cpu))
     num_sharing, number = len(nodes), index
     if None not in nodes:

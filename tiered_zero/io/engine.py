@@ -211,8 +211,8 @@ class File:
             raise file_error(act, self.path, error.errno or errno.EIO) from error
 
     def _fallocate(self, nbytes: int) -> bool:
-        """Allocate blocks up to `nbytes`. Return False if the file system cannot: glibc then emulates the call, which
-        does not work through O_DIRECT."""
+        """Allocate blocks up to `nbytes`. Return False if the file system cannot do this. glibc then tries to do it by
+        writing, which fails on a file opened with O_DIRECT."""
         try:
             os.posix_fallocate(self.fd, 0, nbytes)
         except OSError as error:

@@ -317,8 +317,9 @@ def _cut_parts(root: ModuleSpec, specs: Sequence[ParamSpec], cap: int, rules: Un
 
 
 def _join_small(parts: Iterable[_Part], most_numel: int) -> list[_Part]:
-    """Join small parts with the same block and kind, up to `most_numel` elements together, at the place of the first
-    part. The limit keeps small the bytes that are fetched without use, such as experts that a batch does not choose."""
+    """Join small parts of one block, with the same dtype and `requires_grad`, at the place of the first of them. Joined
+    parts have at most `most_numel` elements together. The limit exists because a part is fetched whole, even if only a
+    few of its bytes are used (experts that a batch does not choose)."""
     joined: list[_Part] = []
     open_parts: dict[tuple[str, _Kind], _Part] = {}
     for part in parts:
@@ -356,8 +357,9 @@ def _walk(
 
 
 def _block(above: Sequence[ModuleSpec]) -> str | None:
-    """Return the name of the innermost block in `above` that is cut because it holds a stack; None if there is none. A
-    block is a module in a numbered list, with a forward. `above`: modules, root first."""
+    """Return the name of the innermost block in `above` that holds a stack (a list of blocks or experts), and is
+    therefore cut into smaller parts. Return None if there is none. `above`: modules, root first. A block is a module in
+    a numbered list, with a forward."""
     blocks = [
         module.name
         for outer, module in pairwise(above)

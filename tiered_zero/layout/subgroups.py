@@ -49,8 +49,8 @@ is a job in every step. DeepSpeed never cuts a parameter, so configs contain sma
 def sub_group_numel(given: int, units: Iterable[Unit], *, in_memory: bool = False, shares_cores: bool = False) -> int:
     """Return the number of elements at which sub-groups of `units` are cut.
 
-    `given`: zero_optimization.sub_group_size. Above MAX_SUB_GROUP_NUMEL it means that the size is chosen here;
-    otherwise it is used, but raised if it would make too many sub-groups (MAX_SUB_GROUPS). `in_memory`: state rests in
+    `given`: zero_optimization.sub_group_size. A value up to MAX_SUB_GROUP_NUMEL is used. It is raised if there would be
+    more than MAX_SUB_GROUPS sub-groups. For a larger value the number is chosen here. `in_memory`: state rests in
     memory, not on nvme. `shares_cores`: the CPU computes the model too, so updates share its cores."""
     total = sum(unit.numel for unit in units if unit.trainable)
     if given <= MAX_SUB_GROUP_NUMEL:

@@ -167,8 +167,8 @@ class UpdateKernel:
         self._check(self._library.tz_square_roots(values, roots, numel, flags, LEVELS[self.level], *functions))
 
     def convert(self, moments: Moments) -> None:
-        """Convert codes and scales to the floats `values`, or, with `encode`, floats to codes and scales. The memory
-        must be valid, as in `update`."""
+        """Convert 8-bit moments to floats, or, with `moments.encode`, floats to 8-bit moments. The memory must be
+        valid, as in `update`."""
         self._check(self._library.tz_convert_moments(self._pool, ctypes.byref(moments), LEVELS[self.level]))
 
     def copy(self, copies: Sequence[CopyNorm]) -> None:

@@ -120,8 +120,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return loss
 
     def join_hook(self, **_: Any) -> StepHook:
-        """Return the hook that torch's Join context calls on ranks that have no more data. Gradients must be set before
-        the call."""
+        """Return the hook that torch's Join context calls on ranks that have no more data. The hook calls `step()`;
+        gradients must have been set before."""
         return StepHook(self.step)
 
     @property
@@ -235,9 +235,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
 
 def _open_together(ranks: ShardGroup, make: Callable[[], OffloadedOptimizer]) -> OffloadedOptimizer:
-    """Make the local optimizer with `make` on every rank, or on none if one rank fails. The rank that failed raises its
-    own error, the other ranks RankError. (A disk that ranks share may have room for only some of them, and these would
-    wait in `step()` for the others.)"""
+    """Make the local optimizer with `make` on every rank; on none if `make` fails on one rank. The rank that failed
+    raises its own error, the other ranks RankError. (For example, ranks share a disk that has room for only some of
+    them. Without this agreement those ranks would wait in `step()` for the others.)"""
     made: OffloadedOptimizer | Exception
     try:
         made = make()

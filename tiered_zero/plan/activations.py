@@ -169,7 +169,7 @@ def estimate_activations(
     block: BlockShape, *, samples: int, length: int, layers: int, vocab: int, itemsize: int
 ) -> ActivationEstimate:
     """Estimate the activations of a micro-batch of `samples` samples, each of `length` tokens. `itemsize`: the bytes of
-    one element of an activation. Logits count also while a block is computed again, because the caller holds the
+    one element of an activation. The logits are taken to stay in memory through backward, because the caller holds the
     model's output."""
     tokens = samples * length
     return ActivationEstimate(

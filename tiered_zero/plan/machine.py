@@ -48,10 +48,9 @@ class Disk:
     """The disk of a directory, or a disk that a text describes. A field is None if its value is not known.
 
     `path`: the directory, or the text that describes the disk. `nbytes`: free bytes for this user. `mixed_bytes_per_s`:
-    the rate of reads and writes together, if as many bytes are read as written at the same time. If it is left out, it
-    is computed for a disk that reads and writes in turn. `rated_nbytes`: the bytes that may be written in the disk's
-    life, by its maker's rating.
-    """
+    the rate of reads and writes together, if as many bytes are read as written at the same time. If this rate is left
+    out, it is computed from the other two, as if the disk read and wrote in turn. `rated_nbytes`: the bytes that may be
+    written in the disk's life, by its maker's rating."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
 

@@ -283,8 +283,9 @@ def written_on_nvme(units: Sequence[UnitTraffic], accumulation: int, *, in_backw
 
 def _gradient_writes(units: Sequence[UnitTraffic], accumulation: int, *, in_backward: bool) -> list[int]:
     """Return the bytes of each write of gradients to nvme, in the order of backward: the last unit comes first. Each
-    backward writes the gradients of all units. When the last backward ends, gradients of the first units are still in
-    windows (buffers in host memory) and are not written. `in_backward`: the last backward writes no gradients."""
+    backward writes the gradients of all units, except the last backward. When that ends, the gradients of the first
+    units are still in windows (buffers in host memory), and are not written. `in_backward`: updates start in backward,
+    so the last backward writes no gradients at all."""
     sizes = [unit.gradients[1] for unit in reversed(units) if unit.gradients[0] == "nvme"]
     if in_backward:
         return sizes * (accumulation - 1)

@@ -74,16 +74,15 @@ fp32 under way reach the full rate. A constant keeps the borders of buckets inde
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
     """The config of a run, and facts about its machine, ranks and model. The config's offload devices are those that
-    really run (see `resolve_host_tiers`).
+    really run (see `resolve_host_tiers`). Raises ConfigError if the config asks for gradients, or for an update policy,
+    that cannot be used.
 
     `shares_cores`: the CPU computes the model and the update. `device_is_host`: bytes on the device count against the
     limit of host memory. See [Note: The CPU as the device]. `segments`: the device's allocator takes memory in
-    segments, as CUDA's does. `buffers_nbytes`: bytes of the model's buffers, which commits copy. `temporaries`: the
-    number of fp32 arrays that an update on an accelerator makes in addition to copies of state and gradients; None: no
-    accelerator. `keeps_group_state`: a step changes values of its param group. `fewest_buffers`: plan the fewest
-    staging buffers of state. Raises ConfigError if the config asks for a place of gradients, or an update, that is not
-    possible.
-    """
+    segments, as CUDA's does. `buffers_nbytes`: bytes of the model's buffers, which commits copy. `temporaries`: how
+    many fp32 arrays an update on an accelerator makes, besides copies of state and gradients; None: no accelerator.
+    `keeps_group_state`: a step changes values of its param group, such as a step count. `fewest_buffers`: plan the
+    fewest staging buffers of state."""
 
     config: Config
     limits: Limits = field(default_factory=dict)
@@ -167,7 +166,7 @@ class PlanRequest:
 
     @property
     def activation_tier(self) -> str:
-        """The tier of saved activations. If the CPU computes, host memory counts as "device"."""
+        """The tier on which saved activations rest. It is "device" instead of "host" if the CPU computes."""
         tier = _TIER_OF_DEVICE[self.config.activations_device]
         return "device" if tier == "host" and self.shares_cores else tier
 
@@ -200,7 +199,7 @@ class PlanRequest:
 
     @property
     def computing_tier(self) -> str:
-        """The tier with the limit for bytes on the device: "host" if these bytes count as host memory, else
+        """The tier whose limit holds for bytes on the device: "host" if these bytes count as host memory, else
         "device"."""
         return "host" if self.device_is_host else "device"
 
@@ -239,9 +238,10 @@ def splits_masters_off_device(config: Config) -> bool:
 
 
 def unit_rules(config: Config, world_size: int = 1, *, whole_params: bool = False) -> UnitRules:
-    """Read from `config` the rules by which units are cut. Small parameters stay on the device if parameters are
-    offloaded, there is one rank, and `splits_masters_off_device` is false; otherwise they move with their block.
-    `whole_params`: ranks own whole parameters, because the update rule steps whole parameters."""
+    """Read from `config` the rules by which units are cut. Small parameters move with their block. They stay on the
+    device instead if parameters are offloaded, there is one rank, and the masters are not split off the device
+    (`splits_masters_off_device`). `whole_params`: ranks own whole parameters, because the update rule steps whole
+    parameters."""
     zero = config.zero_optimization
     persists = zero.offload_param.device != "none" and world_size == 1 and not splits_masters_off_device(config)
     return UnitRules(

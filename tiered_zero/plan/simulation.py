@@ -15,9 +15,9 @@ from itertools import count
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A piece of work for the lane of `resource`. `opposed_s`: its seconds while jobs of another resource wait for the
-    same lane, because a disk that also writes reads at another rate; None: `seconds`. `order`: among waiting jobs the
-    one with the lowest number goes first."""
+    """A piece of work for the lane of `resource`. `seconds`: how long it takes. `opposed_s`: how long it takes while
+    jobs of another resource wait for the same lane (a disk that also writes reads at another rate); None: `seconds`.
+    `order`: among waiting jobs the one with the lowest number goes first."""
 
     resource: str
     seconds: float

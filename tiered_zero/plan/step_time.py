@@ -136,8 +136,8 @@ class StepSeconds:
 
 
 def forward_flops(units: Iterable[UnitTraffic], tokens: int, *, length: int = 0, width: int = 0) -> float:
-    """Count the operations of a forward: two for each token and parameter that a product reads, and those of causal
-    attention over samples of `length` tokens. `width`: layers * hidden size. If one of the two is 0, no attention
+    """Count the operations of a forward: two for each token and each parameter in a matrix product, and those of causal
+    attention over samples of `length` tokens. `width`: layers * hidden size. If `length` or `width` is 0, no attention
     is counted."""
     return 2.0 * tokens * (sum(unit.numel - unit.lookups for unit in units) + length * width)
 
@@ -159,8 +159,10 @@ def missing_rates(plan: Plan, work: Work, machine: Machine) -> list[str]:
 
 
 def predict_step(plan: Plan, work: Work, machine: Machine, *, finds_hidden: bool = True) -> StepSeconds:
-    """Predict a step of `work` with `plan` on `machine`, for which `missing_rates` must be empty. `finds_hidden`: also
-    search the number of tokens from which each tier is hidden, which takes some ten predictions."""
+    """Predict the seconds of a step of `work` with `plan` on `machine`. `missing_rates` must be empty for them.
+
+    `finds_hidden`: for the host and for nvme, also search the fewest tokens per step with which the transfers take no
+    longer than compute. The search takes some ten predictions."""
     rates = _Rates(plan, machine)
     seconds, by_resource, num_events = _simulate(plan, work, rates)
     step = StepSeconds(
@@ -486,8 +488,9 @@ class _Run:
         self._ends: list[float] = []
 
     def _list_uses(self, tied: Sequence[int], accumulation: int) -> list[_Use]:
-        """List the uses of units in a step, in order. `tied`: the units with a tied embedding, which are used a second
-        time in forward and in backward. A unit that is used again before its room is needed stays on the device."""
+        """List the uses of units in a step, in order. A use is marked as kept if the unit then stays on the device
+        until its next use: fewer than WINDOW_UNITS other units are used in between. `tied`: the units with a tied
+        embedding, which are used a second time in forward and in backward."""
         uses: list[_Use] = []
         for micro in range(accumulation):
             for index, unit in enumerate(self._units):
@@ -522,8 +525,8 @@ class _Run:
         return max(mean_s, *_lanes(by_resource, self._rates).values()), by_resource, clock.num_events
 
     def _sum_jobs(self) -> dict[str, float]:
-        """Sum the seconds of a step's jobs by resource. A step takes at least as long as the jobs of one lane. The few
-        simulated steps may seem shorter, because their last writes fall into the next step."""
+        """Sum the seconds of a step's jobs by resource. A step takes at least as long as all jobs of one lane together.
+        The simulation may say less, because it ends before the last writes of its last step."""
         sums = dict.fromkeys(RESOURCES, 0.0)
         jobs = [job for piece in self._pieces for job in (*piece.reads, *piece.update, *piece.writes)]
         for use in self._uses:
@@ -598,10 +601,12 @@ class _Run:
             before = step
 
     def _update(self, pieces: Sequence[_Piece], staged: bool) -> Process:
-        """Start the update of every piece in each step. The first step has the order of a forward, or of a backward if
-        updates start there; each later step has the order of the step before it. If updates start in backward, units
-        whose gradient is complete come before all others, in the order of a forward. `staged`: the pieces pass through
-        staging buffers."""
+        """Start the update of every piece, in each step. If updates start in step(), the first step has the order of a
+        forward. If updates start in backward, it has the order of a backward. Each later step has the order of the step
+        before it.
+
+        If updates start in backward, units whose gradient is complete come before all others, in the order of a
+        forward. `staged`: the pieces pass through staging buffers."""
         order = [*(reversed(pieces) if self._in_backward else pieces)]
         for step in self._steps if pieces else ():
             left: dict[int, list[_Piece]] = {}

@@ -450,8 +450,8 @@ class RecordReader:
         return window.broken
 
     def _read_ahead(self) -> None:
-        """Begin to read queued windows, as many as there are buffers for: free buffers first, then those of kept
-        windows."""
+        """Begin to read queued windows, as many as there are buffers for: first into free buffers, then into those of
+        windows that were verified and kept for later requests."""
         if self._queued and self._worker is None:
             memory = memoryview(map_memory(NUM_BUFFERS * BUFFER_NBYTES, "MADV_DONTFORK", "MADV_HUGEPAGE"))
             self._free = [memory[start : start + BUFFER_NBYTES] for start in range(0, len(memory), BUFFER_NBYTES)]

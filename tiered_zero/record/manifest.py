@@ -287,8 +287,9 @@ def discard(directory: Path) -> None:
 
 
 def load(directory: Path) -> tuple[Manifest | None, Manifest | None]:
-    """Return the committed and the prepared manifest; None for a manifest that is absent. A torn `manifest.next` counts
-    as absent. Raises StoreError if `manifest` is damaged or the directory cannot be read."""
+    """Return the committed and the prepared manifest; None for a manifest that is absent. A `manifest.next` that was
+    not written to its end is taken as absent. Raises StoreError if `manifest` is damaged or the directory cannot be
+    read."""
     try:
         with open_directory(directory) as fd:
             return load_at(fd, directory)

@@ -204,8 +204,11 @@ class SwapStore:
 
     def write(self, record: Record, data: memoryview, offset: int = 0) -> Transfer:
         """Start to write `data` to the record, from its byte `offset` on. Size and offset are in whole pages, the
-        memory is page-aligned. The caller must not change `data` until the transfer is done. Raises StoreError if a
-        `write_once` record needs a second slot and there is no space. The transfer's `wait()` raises TransferError."""
+        memory is page-aligned. The caller must not change `data` until the transfer is done. The transfer's `wait()`
+        raises TransferError.
+
+        A record that was reserved with `write_once` gets a second slot first, if the write would change bytes of the
+        last commit. Raises StoreError if there is no space for that slot."""
         self._check()
         data = memoryview(data).cast("B")
         if kept := self._table.kept(record, offset, offset + len(data)):
@@ -608,8 +611,8 @@ class RecordTable:
             return locate(state.record, runs, start, end), [piece for run in runs for piece in cut(run)]
 
     def end(self, record: Record, request: InFlight, written: Sequence[Range] = ()) -> None:
-        """Remove a request that has ended or could not start. `written`: after a successful write, the ranges that
-        cover its bytes; they become the record's."""
+        """Remove a request that has ended or could not start. `written`: the ranges that a successful write has stored;
+        they replace the record's ranges of the same bytes."""
         with self._lock:
             state = self._states.get(record.name)
             if state is None or request not in state.in_flight:

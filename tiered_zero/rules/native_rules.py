@@ -266,8 +266,9 @@ class NativeRule(UpdateRule):
         return _Batch(runs=runs, table=table, hyper=hyper, scalars=self._next_scalars(values, first.scalars))
 
     def _update_by_torch(self, runs: Sequence[Run]) -> None:
-        """Step runs with the same `kind_of` by torch's own code. fp32 masters and state are stepped in place. Other
-        formats are stepped chunk by chunk: copied to fp32, stepped, and converted back."""
+        """Step runs by torch's own code. The runs must have the same `kind_of`: equal factors and dtypes. If masters
+        and state are fp32, they are stepped in place. In other formats they are stepped chunk by chunk: copied to fp32,
+        stepped, and converted back."""
         first = runs[0]
         hyper = self._completed(first.hyper)
         self._reference.refuse_unplanned(set(self._array_names(hyper)) - first.state.keys(), first.state)

@@ -244,10 +244,9 @@ class StateLayout:
     whole parameter) has its own arrays.
 
     `masters`: the format of the masters. RemainderMasters keeps a part of the masters in a state array, which then is
-    the first state array. `master_nbytes`: bytes of all arrays that hold masters, this one included. `state_start`: the
-    first byte of the state arrays. `initial_nbytes`: the slot's first bytes that are valid before the first update:
-    `master_nbytes`, or 0 if the masters follow the parameters.
-    """
+    the first state array. `master_nbytes`: bytes of all arrays that hold masters, with this state array. `state_start`:
+    the first byte of the state arrays. `initial_nbytes`: how many bytes at the start of the slot are valid before the
+    first update: `master_nbytes`, or 0 if the masters follow the parameters."""
 
     def __init__(
         self,

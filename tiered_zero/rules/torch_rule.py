@@ -424,7 +424,8 @@ class TorchRule(UpdateRule):
         yield from waiting.values()
 
     def _step(self, batch: Sequence[tuple[Run, Run]]) -> None:
-        """Step pieces of one param group with torch's own code, and set the scalars of their runs."""
+        """Step pieces of one param group with torch's own code. `batch`: pairs (piece of a run, that run). Set the
+        scalars of each run to those of its piece."""
         pieces = [piece for piece, _ in batch]
         leaves, group = leaves_of(pieces), pieces[0].hyper
         states = [
@@ -466,9 +467,9 @@ class TorchRule(UpdateRule):
         return dict(self._construct([{**group, "params": [leaf]}]).state[leaf])
 
     def _write_back(self, name: str, value: torch.Tensor, home: torch.Tensor) -> None:
-        """Copy `value`, a result of the step, to `home`, its array in the run. Nothing is copied if torch wrote in
-        place, as it does after the first step, except in classes that replace their arrays. `name`: for the error
-        message. Raises ModelError if dtype or shape differ."""
+        """Copy `value`, a result of the step, to `home`, its array in the run. Copy nothing if torch has written the
+        result into `home` itself. It does so in every step but the first, unless the optimizer class replaces its
+        arrays. `name`: for the error message. Raises ModelError if dtype or shape differ."""
         if value.shape != home.shape or value.dtype != home.dtype:
             raise ModelError(
                 f"{self.name} was planned with {name} of {home.dtype} {tuple(home.shape)}; its step left {value.dtype} "
@@ -605,8 +606,9 @@ class TorchRule(UpdateRule):
             )
 
     def refuse_unplanned(self, arrays: Collection[str], planned: Collection[str]) -> None:
-        """Raise ModelError if a step needs state arrays that were not planned, because an option was set too late.
-        `arrays`: the names of these arrays; empty: nothing is raised. `planned`: the names of the planned arrays."""
+        """Raise ModelError if a step needs state arrays that were not planned; an option that needs them was then set
+        too late. `arrays`: the names of the arrays that were not planned. If it is empty, do nothing. `planned`: the
+        names of the planned arrays, for the error."""
         if arrays:
             raise ModelError(
                 f"{self.name} was planned with the state arrays {sorted(planned)}; it needs {sorted(arrays)} "

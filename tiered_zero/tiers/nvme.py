@@ -216,7 +216,7 @@ class NvmeTier(Tier):
         self._deferred = 0
 
     def close(self) -> None:
-        """Discharge all slots from the ledger. The rack closes the store itself."""
+        """Subtract the bytes of all slots from the ledger. The rack closes the store itself."""
         for charged in self._charged.values():
             for kind, nbytes in charged:
                 self._ledger.discharge(self.name, kind, nbytes)

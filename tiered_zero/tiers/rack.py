@@ -185,8 +185,8 @@ def scratch_needs(config: Config, plan: Plan) -> dict[str, tuple[tuple[str, ...]
 
 
 def nvme_needs(config: Config, plan: Plan) -> dict[tuple[str, ...], int]:
-    """Return swap directories -> the bytes of parameters and state that the plan puts there. One store is striped over
-    the directories of one key."""
+    """Return a dict: swap directories -> the bytes of parameters and state that the plan puts there. The directories of
+    one entry hold one store, striped over them."""
     zero = config.zero_optimization
     needs: dict[tuple[str, ...], int] = {}
     param, state = zero.offload_param.nvme_paths, zero.offload_optimizer.nvme_paths

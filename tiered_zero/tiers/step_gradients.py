@@ -52,9 +52,11 @@ class UnitShare:
 
 
 class GradientSource(ABC):
-    """The gradients that one update reads, segment by segment (a segment is the part of a unit in one sub-group). By
-    default all gradients have arrived and rest in host memory; subclasses override the methods for which this is not
-    so. One thread at a time."""
+    """The gradients that one update reads, segment by segment (a segment is the part of a unit in one sub-group). One
+    thread at a time.
+
+    The methods here are for gradients that have arrived and rest in host memory. Subclasses whose gradients are under
+    way, on the device or on NVMe override them."""
 
     @abstractmethod
     def has(self, unit: Unit, param: ParamSpec) -> bool:
@@ -289,8 +291,8 @@ class FlatWindows:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _begin_use(self, flat: PagedFlat, lane: str) -> None:
-        """Wait until a window is free, fill it with the flat's bytes, and count a user. A flat that has a window keeps
-        it."""
+        """Give the flat a window: wait until one is free, and fill it with the flat's bytes. If the flat has a window
+        already, keep that one. Then add 1 to the flat's `num_users`."""
         flat.was_opened = True
         if flat.previous is not None:
             self.drop(flat.previous)

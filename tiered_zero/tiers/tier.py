@@ -330,8 +330,8 @@ class Home:
         return (segment.unit_start - self.start) * segment.unit.itemsize
 
     def view_of(self, segment: Segment) -> torch.Tensor | None:
-        """Return a view of the segment's elements in the slot, [numel] of the unit's dtype; None if memory cannot
-        address the slot."""
+        """Return a view of the segment's elements in the slot, [numel] of the unit's dtype; None if the slot is on
+        nvme, not in memory."""
         if (raw := self.tier.view(self.slot)) is None:
             return None
         start = self.offset_of(segment)

@@ -110,13 +110,14 @@ class Schedule:
     # -- ahead -----------------------------------------------------------------------------------------------------
 
     def expect_next(self, current: PagedUnit, until: str = "") -> Iterator[PagedUnit]:
-        """Extend the expected uses, one by one, by the uses that came next last time. Yield each unit that the caller
-        must fetch, or find on the device, before its use becomes expected.
+        """Make the next uses expected, one by one, in the order in which they came last time. Yield each unit that the
+        caller must first fetch, or find on the device.
 
-        A yielded unit's use becomes expected when the caller asks for the next unit; if the caller stops, it does not.
-        Uses of `current` (the unit in use) and of units with expected uses become expected without a yield. The
-        iteration ends if the next use is not known, if the known uses begin to repeat, and before a use in the pass
-        `until` ("": in no pass)."""
+        The use of a yielded unit becomes expected when the caller asks for the next unit; if the caller stops, it does
+        not. No unit is yielded for a use of `current` (the unit in use) or of a unit that already has an expected use.
+
+        The iteration ends if the next use is not known, and if the known uses begin to repeat. It also ends before a
+        use in the pass `until`; "" names no pass."""
         seen = set()
         while (pair := self._tip) not in seen and len(self._ahead) < len(self._next):
             if (use := self._next.get(pair)) is None or use[0] == until:
@@ -450,8 +451,8 @@ class UnitCache:
     # -- changes by user code that the homes do not have: [Note: Writes through .data] ---------------------------------
 
     def look(self, paged: PagedUnit) -> None:
-        """Mark a unit in use as stale if user code has changed its parameters. The change is lost, and the next
-        `refuse` raises for it."""
+        """Mark a unit in use as stale if user code has changed its parameters without `gathered(modify=True)`. The
+        change will be lost, and the next `refuse` raises for it."""
         if paged.state is not UnitState.IN_USE or paged.num_writers:
             return
         if (changed := paged.storage.end_change()) is not None:

@@ -117,9 +117,9 @@ class DriverThread:
                 self._inside = None
 
     def begin_backward(self) -> None:
-        """Reserve the engine for the thread of a backward that the user started without the engine, until
-        `end_backward` or until that backward ends. Raises ModelError if another thread is inside the engine. One of
-        autograd's threads that works for the thread inside is admitted."""
+        """Reserve the engine for one thread: the one whose backward the user has started without the engine. The
+        reservation ends with `end_backward`, or when that backward ends. Raises ModelError if another thread is inside
+        the engine. The threads of autograd that work for the thread inside are not refused."""
         with self._lock:
             self.check(BACKWARD)
             self._in_backward = _thread_in_backward()

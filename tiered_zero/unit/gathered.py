@@ -108,8 +108,8 @@ def _gather_unit(pager: Pager, paged: PagedUnit, modify: bool, modifier_rank: in
 
 @contextmanager
 def _writing(paged: PagedUnit) -> Iterator[None]:
-    """Return a context in which user code may change the unit without an error. The caller writes the changes to the
-    unit's home, or raises."""
+    """Return a context in which user code may change the unit without an error. Afterwards the caller must write the
+    changes to the unit's home, or raise."""
     paged.num_writers += 1
     try:
         yield

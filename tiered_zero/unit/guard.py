@@ -69,7 +69,7 @@ def handler_of(param: nn.Parameter) -> FaultHandler | None:
 
 
 def require_handler(param: nn.Parameter) -> FaultHandler:
-    """Return the handler of a parameter that an engine pages or has paged."""
+    """Return the handler of a parameter that an engine pages or has paged. Raises KeyError for any other parameter."""
     handler: FaultHandler = _handlers[param]
     return handler
 
@@ -485,8 +485,9 @@ def _offloaded_in(values: Any) -> Iterator[tuple[nn.Parameter, list[nn.Parameter
 
 
 def _fetch_for_operator(operator: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
-    """Fetch the bytes that `operator`, called by C++ code, needs. Return False if it needs no bytes. Raises
-    ParameterOffloadedError for a tensor that C++ code has made of a parameter's memory."""
+    """Fetch the offloaded parameters that `operator`, called by C++ code, reads. Return False if it reads no bytes,
+    only metadata. Raises ParameterOffloadedError if no parameter is among the arguments: C++ code has then made another
+    tensor of a parameter's memory."""
     name = operator.overloadpacket.__name__
     if name in _METADATA_METHODS:
         return False

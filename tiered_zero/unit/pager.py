@@ -512,11 +512,11 @@ class Pager:
 
     @runs_outside_modes
     def watch(self, param: nn.Parameter) -> None:
-        """Copy the values of a parameter in use, because user code is about to get its memory; the copy shows changes
-        later. [Note: Writes through .data]
+        """Copy the values of a parameter in use, because user code is about to get its memory. A later comparison with
+        the copy shows whether user code changed them. [Note: Writes through .data]
 
-        First end the watch of each unit of which no view is left, unless a `gathered` block may change the unit:
-        compare its values with their copies, and drop the copies."""
+        Before that, end the watch of other units: of each unit of which no view is left and which no `gathered` block
+        may change. To end a watch, compare the unit's values with their copies, and drop the copies."""
         for paged in [other for other in self._watched if not (other.num_writers or other.storage.is_viewed)]:
             self.cache.look(paged)
             self._watched.discard(paged)
@@ -559,8 +559,8 @@ class WholeWeights:
         self.units = units
 
     def end_update(self) -> None:
-        """Gather every unit of `units`, whose shards have been loaded. Then record the version counters of resident
-        units, as `Pager.end_update` does. Blocks; raises RankError."""
+        """Gather every unit of `units`; its flat already holds this rank's new shard. Then record the version counters
+        of resident units, as `Pager.end_update` does. Blocks; raises RankError."""
         if self.units:
             with self._recorder.span("compute", "wait_param"):
                 wait_all([self.start(unit) for unit in self.units])

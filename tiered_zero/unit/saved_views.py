@@ -228,14 +228,17 @@ class SavedViews:
 
     def begin_module(self) -> bool:
         """Set the hooks that save views by name when a module begins, in two cases:
-        * No hooks are set and a backward recomputes the module's forward: see `save_recomputed`.
-        * The innermost hooks belong to the program or to a checkpoint, and grad mode is on. Return True: the caller
-          then calls `end_inside`. In all other cases return False.
 
-        Without our hooks, theirs would hold the unit's memory, so that the unit could not be evicted: hooks that copy
-        nothing (`save_on_cpu` if the CPU computes) until backward, and a checkpoint, which holds recomputed weights,
-        until the backward of its region ends. Modules save alike in forward and in the recomputation, because the
-        checkpoint counts the saved tensors."""
+        * No hooks are set and a backward recomputes the module's forward: see `save_recomputed`. Return False.
+        * The innermost hooks belong to the program or to a checkpoint, and grad mode is on. Return True: the caller
+          must then call `end_inside`.
+
+        In all other cases set nothing and return False.
+
+        With the program's hooks alone the unit could not be evicted, because they hold its memory. `save_on_cpu` copies
+        nothing if the CPU computes, and holds the memory until backward. A checkpoint holds recomputed weights until
+        the backward of its region ends. A checkpoint also counts the saved tensors, so a module must save alike in
+        forward and in the recomputation."""
         top: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if top is None:
             self.save_recomputed()
@@ -249,11 +252,11 @@ class SavedViews:
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def save_recomputed(self) -> None:
-        """Set the hooks that save views by name if none are set, for a forward that a backward recomputes.
+        """Set the hooks that save views by name, if a backward recomputes a forward and no hooks are set.
 
-        None are set in a backward that the user has started without the engine. Autograd would save the parameters
-        themselves, whose bytes go when their unit is evicted. The hooks stay until the running node of the backward has
-        ended: autograd then restores the hooks of its thread."""
+        None are set in a backward that the user has started without the engine. Autograd would then save the parameters
+        themselves, whose bytes are gone once their unit is evicted. The hooks stay set until the running node of the
+        backward ends. Then autograd restores the hooks of its thread."""
         if torch._C._current_graph_task_id() == -1 or not self._may_save():
             return
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:

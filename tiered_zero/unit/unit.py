@@ -202,9 +202,9 @@ class FlatStorage:
     # -- [Note: Writes through .data] ----------------------------------------------------------------------------------
 
     def begin_watch(self) -> None:
-        """Begin to look for changes by user code: record the version counters of the flat and of the parameters. If
-        `watch_values` has copied values of parameters, copy their present values instead. `end_change` compares with
-        all of these."""
+        """Begin to look for changes by user code: record the version counters of the flat and of the parameters. Where
+        `watch_values` has copied the values of a parameter, replace the copy by the present values. `end_change`
+        compares with all of these."""
         self._versions = list(map(_version_of, self._params))
         self._flat_version = self.flat._version
         if self._watched:
@@ -519,8 +519,8 @@ class PagedUnit:
 
     @property
     def is_evictable(self) -> bool:
-        """Whether the unit has no users and its eviction would free memory. The view that a running fetch holds does
-        not matter."""
+        """Whether the unit has no users and its eviction would free memory. A view of the unit prevents that, except
+        the view that a running fetch itself holds."""
         if self.num_users or not self.storage.is_full:
             return False
         return self.state is UnitState.FETCHING or not self.storage.is_viewed

@@ -324,8 +324,8 @@ class WeightFiles:
 
 
 def _is_float(dtype: torch.dtype) -> bool:
-    """Return whether values of this dtype are converted to and from other floats. Those of float8 are not: they have
-    scales elsewhere."""
+    """Return whether a tensor of this dtype may be converted to another float dtype, and back. For float8 return False:
+    such a tensor's values need scales, which are stored elsewhere."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
 

@@ -314,11 +314,10 @@ class TieredOptimizer(TierStateOptimizer):
 
     def take_reset(self) -> None:
         """Reset the state if the program has assigned an empty mapping to `state` of the user's own optimizer. Called
-        before every use of the state.
+        before every use of the state. Raises ModelError if the program has assigned another mapping.
 
-        Raises ModelError if the program has assigned another mapping. If an update that began in backward waits for its
-        `step()`, the state is not reset yet: this raises ModelError once, `step()` uses the old state, and the first
-        use after it resets the state."""
+        The state cannot be reset while an update that began in backward waits for its `step()`. The first call then
+        raises ModelError, and `step()` uses the old state. The first use of the state after that `step()` resets it."""
         given = self._source.state
         if given is self._access or not isinstance(self._access, StateAccess) or not self._access.is_open:
             return

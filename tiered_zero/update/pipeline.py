@@ -243,7 +243,9 @@ class UpdatePipeline:
 
     def _begin(self, step: _Step) -> None:
         """Begin to read ready sub-groups: first the prefetched ones, then others in order as long as buffers are free.
-        If nothing has to be read, begin only one sub-group, because a shallower one may become ready in backward."""
+
+        If nothing has to be read, begin only one sub-group. In backward a sub-group that the next forward needs sooner
+        may become ready while this one is updated, and should come before the others."""
         step.count_skipped(step.queue.take_skipped())
         if self._reads:
             for prefetched in map(self._prefetcher.take, step.queue.take_among(self._prefetcher.subgroups)):
@@ -336,10 +338,10 @@ class UpdatePipeline:
 
     @contextmanager
     def _gradients(self, work: SubGroupWork, gradients: GradientSource) -> Iterator[list[torch.Tensor]]:
-        """A context manager that yields the gradients of each segment (the part of a unit in the sub-group). If the
-        state is on the device and gradients rest in host memory, it yields copies on the device, which are freed after
-        the block. The ledger counts the copies as gradients in flight: the plan has room for these, and none are in
-        flight during an update."""
+        """Return a context manager that yields the gradients of each segment (the part of a unit in the sub-group). If
+        the state is on the device and gradients rest in host memory, it yields copies on the device, and frees them
+        after the block. The ledger counts the copies as gradients in flight. The plan has room for these, and during an
+        update this room is free."""
         segments = work.layout.subgroup.segments
         read = work.grads or [None] * len(segments)
         grads = [gradients.part(s) if part is None else part for s, part in zip(segments, read, strict=True)]
@@ -407,8 +409,8 @@ class UpdatePipeline:
 
     def _spans(self, segment: Segment, gradients: GradientSource, scalars: PieceScalars) -> list[list[ParamPiece]]:
         """Group the segment's pieces (parts of parameters) that have gradients into lists. One `Run` steps all pieces
-        of a list. They are neighbours in one param group, and share one object of scalars, as pieces do that were
-        stepped together in every step so far. If the rule is not elementwise, each list has one piece."""
+        of a list. The pieces of a list are neighbours, are in one param group, and share one object of scalars: they
+        were stepped together in every step so far. If the rule is not elementwise, each list has one piece."""
         spans: list[list[ParamPiece]] = []
         last: ParamPiece | None = None
         for piece in segment.pieces:

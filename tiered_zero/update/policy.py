@@ -332,7 +332,7 @@ class EagerUpdate:
         self.job = UpdateJob(gradients=self._gradients, grad_scale=1.0, groups=groups, after=after, queue=self._queue)
 
     def updates(self, unit: Unit) -> bool:
-        """Return whether a sub-group holds a part of the unit."""
+        """Return whether this rank updates a part of the unit."""
         return unit.index in self._layouts_of
 
     def incomplete(self, units: Sequence[Unit]) -> list[Unit]:

@@ -408,7 +408,8 @@ class StateView:
         return found
 
     def _read_sharded(self, only: nn.Parameter | None) -> dict[nn.Parameter, ParamState]:
-        """Return the whole state, joined from all ranks. Every rank calls this."""
+        """Return the state of the parameter `only` (None: of all parameters), joined from all ranks. Every rank calls
+        this."""
         shards, ranks, own = self.shards, self.shards.readers, dict[nn.Parameter, ParamState]()
         sizes = agree(ranks, "optimizer state is read", lambda: self._needed_nbytes(only))
         names = {param: name for name, param in self._params.items()}

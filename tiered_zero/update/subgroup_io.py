@@ -217,9 +217,12 @@ class SubGroupIO:
                 work.reads.append(read)
 
     def bind_outputs(self, work: SubGroupWork) -> None:
-        """Set `work.outs`, the memory to which the rule writes parameters, and `work.windows`. If masters adopt what
-        user code has changed in the parameters (`follows_params`), also read the present parameters to `work.windows`.
-        Called right before the update."""
+        """Set `work.outs` and `work.windows`, right before the update. The first is the memory to which the rule writes
+        the parameters of each segment. The second is each segment's part of the staging buffer; None if its parameters
+        are written in place.
+
+        If the masters follow the parameters (`follows_params`), also read the present parameters to the windows,
+        because user code may have changed them."""
         work.outs, work.windows = [], []
         for segment, view, window in self._places(work):
             if view is None and work.on_device:
@@ -284,9 +287,11 @@ class SubGroupIO:
         *,
         masters_alone: bool = False,
     ) -> None:
-        """Start the writes of state and parameters. `unit_updates`: unit index -> the unit's update, which lends staged
-        parameters to readers until they are written. `after`: parameters on the device are written after this transfer,
-        because earlier work may read them. `masters_alone`: whether the slot has masters and no other state."""
+        """Start the writes of state and parameters.
+
+        `unit_updates`: unit index -> the unit's update. Until staged parameters are written, readers get them from it.
+        `after`: parameters on the device are written after this transfer, because earlier work may read them.
+        `masters_alone`: whether the slot has masters and no other state."""
         home, on_device = work.home, work.on_device
         if work.is_staged:
             assert work.lease is not None

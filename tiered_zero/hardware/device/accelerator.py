@@ -65,7 +65,7 @@ THIS_THREAD = _ThisThread()
 
 
 def on_lane_error(call: str) -> InternalError:
-    """Return the error for `call` on a lane's thread: `call` is only for compute's stream."""
+    """Return the error to raise if `call` is made on a lane's thread. Only the thread of compute may make this call."""
     return InternalError(
         f"{call} was called on {threading.current_thread().name}, whose current stream is not compute's. This is "
         "an error in tiered_zero, not in the model: please report it with this message."
@@ -98,8 +98,8 @@ _LAUNCHED.set()
 
 
 class LaneTransfer(Transfer):
-    """The transfer of a lane's job. The host launches the job first; the device completes it later. Without a marker
-    (on the CPU) a launched job is complete."""
+    """The transfer of a lane's job. The host launches the job first; the device completes it later, when it reaches the
+    marker. A job without a marker (on the CPU) is complete once it is launched."""
 
     def __init__(
         self,

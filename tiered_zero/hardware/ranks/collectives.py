@@ -284,8 +284,8 @@ class SingleRank:
 
 @functools.cache
 def _keep_group_in_children() -> None:
-    """Keep the group alive in forked children; the first call counts. A group's destructor joins gloo's threads, which
-    children do not have."""
+    """Let forked children keep the default group alive. The destructor of a group joins gloo's threads, which a child
+    does not have. The first call in a process acts, later ones do nothing."""
 
     def keep() -> None:
         if dist.is_initialized():

@@ -255,8 +255,8 @@ class ProcessGroups:
         return transfer
 
     def _count(self, name: str, kind: str) -> CollectiveCall:
-        """Count a collective that begins now in the group `name`, and return its call. Raises RankError if the groups
-        are closed."""
+        """Count a collective that begins now. Return a `CollectiveCall`: group, number in the group, and kind. `name`:
+        the group. Raises RankError if the groups are closed."""
         self._check_open()
         self.failures.num_calls[name] += 1
         return CollectiveCall(group=name, number=self.failures.num_calls[name], kind=kind)

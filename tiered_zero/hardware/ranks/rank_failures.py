@@ -89,9 +89,10 @@ class RankTraffic:
 
 @final
 class RankFailures:
-    """Posts this rank's failure in a store, and finds the failures of other ranks there; the first failure of a run
-    counts. Any thread. The store may end with the rank that holds it: after the store's first error it is not asked for
-    failures again."""
+    """Posts this rank's failure in a store, and finds the failures of other ranks there. Only the first failure of a
+    run is posted. Any thread.
+
+    The store may end with the rank that holds it: after the store's first error it is not asked for failures again."""
 
     def __init__(
         self, store: Any, rank: int, world_size: int, timeout_s: float, traffic: RankTraffic, recorder: Recorder
