@@ -440,8 +440,8 @@ class RunState:
 
 
 def state_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters and persistent buffers of `model.state_dict()`, by its names; a tied one once under each
-    name."""
+    """Yield (name, tensor) for the parameters and persistent buffers of `model.state_dict()`, with its names. A tied
+    tensor is yielded under each of its names."""
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = path and f"{path}."
         for name, param in module._parameters.items():

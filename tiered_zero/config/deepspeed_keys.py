@@ -129,7 +129,8 @@ def _refused_sections(why: str, *names: str, on: bool = False) -> list[Key]:
 
 
 def _bare(*names: str) -> list[Key]:
-    """Return renamed keys of zero_optimization: DeepSpeed reads `NAME` like `stage3_NAME`."""
+    """Return a renamed key of zero_optimization for each of `names`: as in DeepSpeed, `NAME` is another spelling of
+    `stage3_NAME`."""
     prefix = "zero_optimization."
     return [
         Key(path=prefix + n, fate=Fate.RENAMED, why="bare name", to=f"{prefix}stage3_{n}", quiet=True) for n in names

@@ -441,7 +441,8 @@ class TrainStep:
 
     def _check_gradients(self, by_optimizer: bool) -> GradCheck:
         """Compute the gradient check: the norm, the clip factor, and whether gradients are finite. With many ranks,
-        first average the gradients over ranks."""
+        first average the gradients over ranks. `by_optimizer`: whether `optimizer.step()` was called. Gradients are
+        then clipped only if the config sets gradient_clipping."""
         loss_scale, counts = self.overflow.loss_scale, self.counts
         clipping = self._clipping if not by_optimizer or self._is_clipping_asked else 0.0
         if self._reducer is None:

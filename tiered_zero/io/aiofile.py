@@ -116,7 +116,8 @@ class AiofilesEngine(IOEngine):
         return transfer
 
     async def _run(self, transfer: AiofilesTransfer, view: memoryview, earlier: list[AiofilesTransfer]) -> None:
-        """Carry out a request: a read or write in parts, a sync after the writes `earlier` have ended."""
+        """Carry out a request. Do a read or a write in parts. Do a sync after the writes `earlier` have ended; if one
+        of them has failed, the sync fails with its error."""
         for write in earlier:
             await write.ended.wait()
             transfer.error = transfer.error or write.error  # a write that failed cannot be made durable

@@ -324,9 +324,11 @@ class IOEngine(ABC):
         return File(path, fd, alignment=self.alignment, direct=self.direct, drain=self._drain)
 
     def read(self, file: File, offset: int, into: memoryview, *, urgent: bool = False) -> IOTransfer:
-        """Start to read from `offset` on, until `into` is full. `urgent`: a thread waits for this read, so workers take
-        its blocks before those of requests that are not urgent; blocks that a worker has begun go on. The other
-        requests wait while there are urgent reads: the caller must limit their number."""
+        """Start to read from `offset` on, until `into` is full.
+
+        `urgent`: a thread waits for this read. Workers take its blocks before the blocks of requests that are not
+        urgent, but first end the blocks that they have begun. While there are urgent reads, all other requests wait:
+        the caller must limit the number of urgent reads."""
         if into.readonly:
             raise TransferError(f"read at offset {offset} of {file.path}: the memory to read into is read-only")
         return self._submit("read", file, offset, into, urgent)

@@ -55,8 +55,8 @@ class Record(StrictModel):
     """A named region of a store (a set of data files).
 
     `nbytes`: the size that was asked for. `offsets`: the address of each slot in the store. A scratch record has one
-    slot. A committed record has two; if it is written once, it has one until a write would change bytes of the last
-    commit."""
+    slot. A committed record has two. If it was reserved with `write_once`, it has one, until a write would change bytes
+    of the last commit."""
 
     name: str
     nbytes: Annotated[Count, Field(gt=0)]

@@ -425,10 +425,11 @@ class TieredOptimizer(TierStateOptimizer):
         return completed
 
     def load_group_options(self, options: Sequence[Mapping[str, Any]]) -> None:
-        """Set the param groups to `options`, a result of `checked_group_options`. Groups are changed in place, and a
-        learning rate that is a tensor stays the same tensor, because schedulers share both. These keep their present
-        values: options that `options` lacks, and fused, capturable and differentiable, which each run chooses for
-        itself."""
+        """Set the param groups to `options`, a result of `checked_group_options`.
+
+        Groups are changed in place, and a learning rate that is a tensor stays the same tensor, because schedulers
+        share both. Options that `options` lacks keep their present values. So do fused, capturable and differentiable,
+        which each run chooses for itself."""
         for group, new in zip(self.param_groups, options, strict=True):
             for name, value in new.items():
                 own = group.get(name)

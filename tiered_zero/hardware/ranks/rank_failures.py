@@ -53,7 +53,7 @@ class RankWaits:
 
     def has_made(self, call: CollectiveCall) -> bool:
         """Return whether this rank, whose driver is blocked, has made its part of `call`, in which another rank is
-        blocked. A part of another kind does not count."""
+        blocked. Return False if this rank is blocked in a collective of another kind in its place."""
         if self.call is not None and (self.call.group, self.call.number) == (call.group, call.number):
             return self.call.kind == call.kind
         return self.num_calls.get(call.group, 0) >= call.number
