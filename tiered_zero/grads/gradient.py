@@ -389,9 +389,8 @@ def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _padding(unit: Unit) -> Iterator[slice]:
-    """Yield the gaps in the unit's flat: between entries, and after the last one. When the flat is allocated, only the
-    gaps are set to zero. Entries are written before they are read, and the system gives them memory only when they are
-    written."""
+    """Yield the gaps in the unit's flat, between entries and after the last one. Only the gaps are set to zero when the
+    flat is allocated. Entries get memory from the system when they are written, always before they are read."""
     stops = [0, *(entry.stop for entry in unit.entries)]
     starts = [*(entry.start for entry in unit.entries), unit.numel]
     for stop, start in zip(stops, starts, strict=True):

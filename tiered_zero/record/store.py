@@ -204,11 +204,9 @@ class SwapStore:
 
     def write(self, record: Record, data: memoryview, offset: int = 0) -> Transfer:
         """Start to write `data` to the record, from its byte `offset` on. Size and offset are in whole pages, the
-        memory is page-aligned. The caller must not change `data` until the transfer is done. The transfer's `wait()`
-        raises TransferError.
-
-        A record that was reserved with `write_once` gets a second slot first, if the write would change bytes of the
-        last commit. Raises StoreError if there is no space for that slot."""
+        memory is page-aligned. The caller leaves `data` alone until the transfer is done. A `write_once` record first
+        gets its second slot if the write would change bytes of the last commit. Raises StoreError if there is no space
+        for that slot. The transfer's `wait()` raises TransferError."""
         self._check()
         data = memoryview(data).cast("B")
         if kept := self._table.kept(record, offset, offset + len(data)):
@@ -572,8 +570,7 @@ class RecordTable:
             return state.durable.overlapping(start, end)
 
     def add_slot(self, record: Record) -> bool:
-        """Give the record a second slot if it has only one. Return whether it now has two: False if no free extent is
-        large enough."""
+        """Give the record a second slot if it has only one. Return False if no free extent is large enough."""
         with self._lock:
             state = self._find(record)
             if len(state.record.offsets) == 1 and (offset := self.extents.allocate(record.nbytes)) is not None:
