@@ -13,7 +13,7 @@ from torch import nn
 from tiered_zero.grads.check import GradCheck, GradNorm, check_gradients
 from tiered_zero.layout.flat import ParamSpec
 
-Norms = list[tuple[ParamSpec, torch.Tensor]]
+Norms = list[tuple[ParamSpec, float]]
 
 
 def norms_of(grads: list[torch.Tensor]) -> Norms:
@@ -21,7 +21,7 @@ def norms_of(grads: list[torch.Tensor]) -> Norms:
     return [
         (
             ParamSpec(name=f"p{index}", shape=tuple(grad.shape), dtype=grad.dtype, trainable=True, index=index),
-            norms.of(grad.reshape(-1)),
+            norms.in_memory([grad.reshape(-1)])[0],
         )
         for index, grad in enumerate(grads)
     ]

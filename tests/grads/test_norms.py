@@ -27,7 +27,7 @@ def test_they_have_the_bits_of_torch(numel: int, dtype: torch.dtype, norms: Grad
     for scale in (1e-3, 1.0, 30.0):
         grad = (torch.randn(numel) * scale).to(dtype)
         expected = torch.linalg.vector_norm(grad, 2, dtype=torch.float32)
-        assert GradNorm(None).of(grad) == norms.of(grad) == expected
+        assert GradNorm(None).in_memory([grad]) == norms.in_memory([grad]) == [expected]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -38,7 +38,7 @@ def test_a_copy_brings_every_bit_and_the_same_norm(numel: int, dtype: torch.dtyp
     copies = [GradCopy(index=0, target=target, source=source, adds=False)]
     copies.append(GradCopy(index=1, target=sums, source=source, adds=True))
     if norms.fuses(copies):  # always, where torch is a build for x86
-        assert norms.copy(copies) == [norms.of(source), norms.of(total)]
+        assert norms.copy(copies) == [*norms.in_memory([source]), *norms.in_memory([total])]
         assert torch.equal(target, source) and torch.equal(sums, total)
 
 
@@ -57,7 +57,8 @@ def test_the_kernel_takes_them_here(norms: GradNorm) -> None:
 def test_what_is_not_finite_shows(bad: float, dtype: torch.dtype, norms: GradNorm) -> None:
     source = torch.ones(100_000).to(dtype)
     source[77_777] = bad
-    assert not math.isfinite(norms.of(source)) and not math.isfinite(GradNorm(None).of(source))
+    for each in (norms, GradNorm(None)):
+        assert not math.isfinite(each.in_memory([source])[0])
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -67,7 +68,7 @@ def test_torchs_defaults_do_not_matter(device: str, library: Path, monkeypatch: 
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device(device):
-            norm = GradNorm(UpdateKernel(library)).of(grad)
+            norm = GradNorm(UpdateKernel(library)).in_memory([grad])
     finally:
         torch.set_default_dtype(torch.float32)
-    assert norm == expected
+    assert norm == [expected]

@@ -64,10 +64,6 @@ class GradNorm:
             if (fused_tail := _fused_tails[kernel.level]) is not None:
                 self._kernel, self._fused_tail = kernel, fused_tail
 
-    def of(self, grad: torch.Tensor) -> Norm:
-        """Return the norm of `grad`, [n] contiguous."""
-        return self.in_memory([grad])[0] if grad.is_cpu else self.on_device([grad])[0]
-
     def in_memory(self, grads: Sequence[torch.Tensor]) -> list[float]:
         """Return the norms of gradients [n] in host memory. The kernel, if it supports their dtypes, uses one thread
         for each gradient."""

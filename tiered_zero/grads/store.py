@@ -505,7 +505,7 @@ class GradientStore:
                 if gradients.paged is not None:
                     assert not gradients.frozen, "measured on arrival: the update frees it"
                     with gradients.opened() as flat:
-                        norms[index] = self._norms.of(flat[entry.start : entry.stop])
+                        norms[index] = self._norms.in_memory([flat[entry.start : entry.stop]])[0]
                     continue
                 grad = gradients.flat[entry.start : entry.stop]
                 (missing if grad.is_cpu else on_device)[index] = grad

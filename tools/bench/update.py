@@ -84,7 +84,7 @@ def make_table(rule: AdamRule, runs: list[Run]) -> tuple[numpy.ndarray, Hyper]:
 def whole_update(rule: AdamRule, norms: GradNorm, runs: list[Run]) -> None:
     """What a step does to gradients that carry a loss scale, of one large run."""
     (run,) = runs
-    norm = float(norms.of(run.grad)) / LOSS_SCALE
+    norm = norms.in_memory([run.grad])[0] / LOSS_SCALE
     if not math.isfinite(norm):
         return
     run.grad_scale = min(1.0, CLIP / (norm + 1e-6)) / LOSS_SCALE
