@@ -97,8 +97,8 @@ def run_checkpointed(
 
 @final
 class _Tracked:
-    """Wraps a function that runs in forward and again in recomputations. Each recomputation begins with the named
-    states with which the first call began."""
+    """Wraps a function that runs in forward and again in recomputations. Each recomputation gets the named random
+    states that the first call began with. After it the present states are restored."""
 
     def __init__(self, function: Callable[..., Any], states: RandomStates) -> None:
         self._function, self._states = function, states

@@ -350,8 +350,8 @@ def _scheduler_state(scheduler: Any) -> State | None:
 
 
 def _without_code(state: Any) -> Any:
-    """Return a torch scheduler's state without functions, which the loading scheduler has itself, and with a dict for
-    each Counter (MultiStepLR)."""
+    """Return a torch scheduler's state without its functions, because the scheduler that loads the state has them
+    itself. A Counter, as MultiStepLR has, becomes a dict."""
     if type(state) in (dict, Counter):
         return {name: _without_code(value) for name, value in state.items() if not isinstance(value, _CODE)}
     if type(state) is list:

@@ -219,7 +219,7 @@ class Commits:
             store.prepare(manifest.step, _metadata(manifest, shares) if decides else followed)
 
     def cancel(self) -> None:
-        """Drop the prepared state. Called only if rank 0 has not decided. Raises StoreError."""
+        """Drop the prepared state. Must not be called once rank 0 has decided (`decide`). Raises StoreError."""
         for store in self._stores:
             store.cancel_prepared()
 

@@ -462,8 +462,9 @@ def run_ahead(
 
     `begin`: starts to read a sub-group. Returns None while no buffer is free, else the work and a function that waits
     for the reads and starts the writes (it adds them to the work's `writes`). `retire`: called with a work when its
-    writes are done. Raises the errors of both, once nothing uses a buffer. The update has a loop of its own
-    (`UpdatePipeline`): it takes sub-groups as their gradients come, skips some, and reads ahead from step to step."""
+    writes are done. If `begin`, its function or `retire` raises, first wait until nothing uses a buffer. The update has
+    a loop of its own (`UpdatePipeline`): it takes sub-groups as their gradients come, skips some, and reads ahead from
+    step to step."""
     waiting, begun, written = deque(layouts), deque[tuple[SubGroupWork, Callable[[], None]]](), deque[SubGroupWork]()
 
     def finish() -> None:

@@ -176,8 +176,9 @@ def _check_value(key: str, entry: TensorEntry, shape: tuple[int, ...], dtype: to
 def _match_states(
     view: StateView, manifest: TagManifest, params: Mapping[str, str], convert: bool
 ) -> dict[str, dict[str, Any]]:
-    """Check the optimizer state of each parameter that has some in the checkpoint. `params`: see `Matched`. Return
-    `Matched.states`."""
+    """Check the optimizer state of each parameter that has some in the checkpoint, and return `Matched.states`.
+    `params`: see `Matched`. `convert`: allow that arrays are rounded. Raises ModelError for the state of another rule,
+    StoreError for scalars that cannot be read, and ConfigError if arrays would be rounded without `convert`."""
     tag, written_by = manifest.tag, manifest.written_by
     if manifest.scalars and written_by.rule != view.rule.name:
         raise ModelError(
@@ -597,8 +598,8 @@ class StateLoader:
                 self._load_windows(unit, home)
 
     def _load_windows(self, unit: Unit, home: Home) -> None:
-        """Write a unit to its home on nvme in the pieces in which it was first written: a checksum then covers each
-        piece whole."""
+        """Write a unit to its home on nvme, in the same pieces in which it was written first. Each checksum then covers
+        one whole piece."""
         staging = self._state.param_staging
         assert staging is not None, "a tier without views is planned with staging buffers"
         keeps = self._keeps_values([unit])

@@ -352,7 +352,7 @@ class StateSaver:
         return self._scratch.pop()
 
     def _send_scratch(self, name: str, buffer: memoryview, filled: int) -> None:
-        """Write the filled part of a buffer, padded with zeros to a whole page."""
+        """Append the first `filled` bytes of a buffer to the record `name`, padded with zeros to a whole page."""
         nbytes = align_up(filled, PAGE_NBYTES)
         buffer[filled:nbytes] = bytes(nbytes - filled)
         if nbytes:

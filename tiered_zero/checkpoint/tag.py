@@ -321,8 +321,8 @@ def _wrong_file(dir_fd: int, name: str, nbytes: int) -> str:
 
 
 def _follow(info: TagInfo, manifest: TagManifest) -> TagInfo:
-    """Look up the commit that the run of a pointer holds now, and add it to `info`. The pointer is complete if this is
-    the commit that its manifest names."""
+    """Look up the newest commit of the run to which a pointer leads, and add it to `info`. The pointer is complete if
+    its manifest names this commit. If not, `info.reason` says why."""
     assert manifest.swap is not None, "a tag of an in-place commit"
     first = manifest.swap.first
     info = replace(info, run_id=manifest.swap.run_id, commit_id=manifest.swap.commit_id)

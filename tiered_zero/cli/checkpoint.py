@@ -174,10 +174,9 @@ def export(
 def prune_command(directory: Path, as_json: bool, keep: int, dry_run: bool) -> None:
     """Remove all whole checkpoints in DIRECTORY except the newest N, but never the one that `latest` names.
 
-    The tag of an in-place commit only points to the run's swap directory. It is whole while that directory holds the
-    commit. Once the run has committed again, the tag is removed and does not count. Swap directories and damaged
-    checkpoints stay: `ls` lists them.
-    """
+    The tag of an in-place commit only points to the run's swap directory, and is whole while that directory holds the
+    commit. If the run has committed again since, the tag is removed, and is not one of the N. Swap directories and
+    damaged checkpoints stay: `ls` lists them."""
     from tiered_zero.checkpoint.tag import prune
 
     removed = prune(directory, keep, dry_run=dry_run)

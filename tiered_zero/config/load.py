@@ -46,11 +46,12 @@ def load(
     *,
     to_train: bool = True,
 ) -> Config:
-    """Read a config and return it validated. Raises ConfigError.
+    """Read a config and return it validated. Reads no file but the config's own. Raises ConfigError.
 
     `config`: a dict, or the path of a JSON file; None: the file that `args.deepspeed_config` names. `world_size`: the
-    number of data-parallel ranks, with which missing batch sizes are computed. `to_train`: False allows values "auto",
-    which a trainer fills in later; without a batch size the micro-batch is then one sample. Reads no other file."""
+    number of data-parallel ranks, with which missing batch sizes are computed. `to_train`: True refuses values "auto"
+    that nothing fills in. False keeps them, because a trainer fills them in later; without a batch size the micro-batch
+    is then one sample."""
     named = getattr(args, "deepspeed_config", None)
     if (config is None) == (named is None):
         found = "neither" if config is None else f"both ({named} in args)"

@@ -64,11 +64,12 @@ def FusedAdam(
 
 
 def _check_groups(params: list[Any]) -> None:
-    """Raise ConfigError for a param group of an optimizer other than Adam: Accelerate hands over the groups of any
+    """Raise ConfigError for a param group of an optimizer other than Adam. Accelerate hands over the groups of any
     optimizer, and would train Adam in its place.
 
-    A group without `lr` comes from no optimizer, and a group with `amsgrad` from torch's Adam: both are accepted. The
-    groups of bitsandbytes' Lion, SGD and RMSprop have the keys of Adam, but eps or beta2 is 0: they are refused."""
+    Two kinds of groups are accepted: one without `lr`, which comes from no optimizer, and one with `amsgrad`, which
+    comes from torch's Adam. The groups of bitsandbytes' Lion, SGD and RMSprop have the keys of Adam, but eps or beta2
+    is 0: they are refused."""
     for group in params:
         if not isinstance(group, dict) or "lr" not in group or "amsgrad" in group:
             continue

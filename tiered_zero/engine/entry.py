@@ -122,8 +122,8 @@ class ModelParameters:
 
     def check(self) -> None:
         """Raise ModelError if the model's parameters have changed: if one, or its module, was replaced or removed, if a
-        trainable one was added, or if a frozen one was thawed. Called in `step()` and before weights are saved.
-        Compares identities."""
+        trainable one was added, or if a frozen one was thawed. Compares which objects they are, not their values.
+        Called in `step()` and before weights are saved."""
         if (seen := list(map(id, self.model.parameters()))) != self._seen:
             self._check_changed(seen)
             self._seen = seen
@@ -210,8 +210,9 @@ class StepCounts:
         self._num_uses = num_uses
 
     def check_managed(self, num_own_backwards: int) -> None:
-        """Raise ModelError if the user's loop has accumulated gradients by itself before this `optimizer.step()`.
-        `num_own_backwards`: calls of `loss.backward()`, not `engine.backward()`, since the last `step()`."""
+        """Raise ModelError if the user's loop has accumulated gradients by itself before this `optimizer.step()`: its
+        loss would be divided twice. `num_own_backwards`: how often the user has called `loss.backward()` in place of
+        `engine.backward()` since the last `step()`."""
         num_backwards = self.num_backwards + num_own_backwards
         if self._managed and self.boundary is None and 1 < self.num_micro_batches <= num_backwards:
             raise ModelError(
@@ -310,9 +311,9 @@ class Entrance:
         """The callback that autograd calls at the end of a `loss.backward()` of the user, while it exists."""
 
     def check_outside(self, call: str, may_recompute: bool = False) -> None:
-        """Raise ModelError if a forward, backward or step() is running: a hook of the user or a signal handler has then
-        made the call named `call`, and weights and state may be partly new. `may_recompute`: allow the call inside of a
-        `loss.backward()` of the user, which recomputes a checkpointed forward."""
+        """Raise ModelError if a forward, backward or step() is running. The call named `call` then comes from a hook of
+        the user or from a signal handler, and weights and state may be partly new. `may_recompute`: allow the call
+        inside of a `loss.backward()` of the user, which recomputes a checkpointed forward."""
         if running := self._running(may_recompute):
             raise ModelError(
                 f"{call} was called inside of a {running}, by a hook or a signal's handler, where weights and state "
@@ -490,8 +491,8 @@ class Entrance:
             movers.pager.driver.was_broken_off = False
 
     def drop_gradients(self, are_taken: bool = False) -> None:
-        """Drop the step's gradients. `are_taken`: whether the update has taken them. Then drop only gradients that
-        hooks of the optimizer have assigned to `param.grad` since."""
+        """Drop the step's gradients. If the update has taken them (`are_taken`), drop only what hooks of the optimizer
+        have assigned to `param.grad` since then."""
         gradients = self._movers.gradients
         self._arrivals.reset()
         gradients.hide()

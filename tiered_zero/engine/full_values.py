@@ -57,7 +57,8 @@ def get_master(param: nn.Parameter) -> torch.Tensor | None:
 
 @hold_interrupts()
 def set_master(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the fp32 master to `value`, and the parameter to `value` rounded to its dtype. Raises ModelError."""
+    """Set the fp32 master to `value`, and the parameter to `value` rounded to its dtype. Raises ModelError if the
+    parameter is not trained, or if the shape is another one."""
     step = _expected_step(param)
     (unit, entry), view = _place(step, param), step.policy.view
 

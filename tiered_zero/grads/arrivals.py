@@ -64,8 +64,8 @@ class GradientArrivals:
             self._store.end_backward()
 
     def take(self, param: nn.Parameter) -> None:
-        """Pass `param.grad`, which is complete for this backward, to the store. If the user has hooks on the parameter,
-        do so after they have run."""
+        """Pass `param.grad`, which is complete for this backward, to the store. If the parameter has hooks of the user,
+        the gradient is passed after they have run."""
         if self._waiting:
             self._take_waiting()
         if not self._is_engines:

@@ -171,9 +171,9 @@ class UnitGradients:
 
     @property
     def holds_sums(self) -> bool:
-        """Whether this rank has gradients of the unit in fp32 that are not averages: sums over micro-batches, or
-        gradients of an fp32 unit. Before a reduction `flat` holds them, unless it holds only a shard; `waiting` may
-        hold more."""
+        """Whether this rank has fp32 gradients of the unit that are not averaged over ranks yet: sums over
+        micro-batches, or gradients of an fp32 unit. They are in `waiting`, and in `flat` unless `flat` holds only a
+        shard."""
         own = [*([self.flat] if self.shard is None else []), *self.waiting.values()]
         return any(values.dtype == torch.float32 for values in own)
 
@@ -340,9 +340,8 @@ class UnitGradients:
                 self.assigned.discard(index)
 
     def replace(self, entry: FlatEntry, value: torch.Tensor) -> None:
-        """Copy `value`, in the parameter's shape, to the gradient's home. If the home has another memory order than
-        `value`, compute the norm of `value` now: torch sums a norm in memory order, so the norm of the home would have
-        other bits."""
+        """Copy `value`, in the parameter's shape, to the gradient's home. torch sums a norm in memory order: if the
+        home has another order than `value`, take the norm of `value` now."""
         with self.opened() as flat:
             view = entry.param.view(flat[entry.start : entry.stop])
             view.copy_(value)
@@ -480,8 +479,9 @@ class InFlightGradients:
         self._transferred_nbytes = 0
 
     def send(self, gradients: UnitGradients, arrival: Arrival, *, measures: bool) -> None:
-        """Add a gradient to the open batch of its unit, which is sent now or with later gradients. If too many bytes
-        are in flight, wait for the oldest gradients first. `measures`: whether to compute its norm."""
+        """Add a gradient to the open batch of its unit. A full batch is sent now, any other with later gradients. If
+        too many bytes are in flight, first wait for the oldest gradients. `measures`: whether to compute the gradient's
+        norm."""
         nbytes, batch = arrival.source.nbytes, self._open
         sums = self._staging if arrival.adds and not arrival.source.is_cpu else None
         if batch is not None and (
@@ -514,8 +514,8 @@ class InFlightGradients:
         self._batches.append(batch)
 
     def _measure_on_device(self, batch: GradientBatch) -> None:
-        """Start to compute on the device the norm of each gradient of the batch. Leave out gradients that are added to
-        earlier ones: their norm is that of the sum."""
+        """Start to compute on the device the norms of the batch's gradients, except of those that are added to earlier
+        ones."""
         new = [arrival for arrival in batch.arrivals if not arrival.adds]
         norms = self._norms.on_device([arrival.source for arrival in new])
         batch.gradients.norms.update((arrival.index, norm) for arrival, norm in zip(new, norms, strict=True))

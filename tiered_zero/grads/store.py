@@ -441,8 +441,8 @@ class GradientStore:
         gradients.assign(entry, value)
 
     def collect_assigned(self) -> None:
-        """Copy all gradients that users assigned to their homes, also those assigned during forward or backward. Called
-        before a step."""
+        """Copy each gradient that users have assigned to `param.grad` to its home, also if they did so during forward
+        or backward. Called before a step."""
         for param, grad in self.take_unstored():
             self.assign(param, grad)
         for gradients in self._units.values():

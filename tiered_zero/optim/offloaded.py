@@ -294,8 +294,8 @@ class OffloadedOptimizer(TierStateOptimizer):
 
 
 def _apply_in_order(run: _Run, on_written: Callable[[Tensor], None]) -> None:
-    """Apply a step, and call `on_written` with every parameter, in order, once its value is final. Parameters without a
-    gradient are passed just before the next parameter that has one."""
+    """Apply a step. Call `on_written` with every parameter, in order, once its value is final. A parameter without a
+    gradient keeps its value; it is passed just before the next parameter that has one, or at the end."""
     waiting = deque(run.params.params)
 
     def written(unit: Unit) -> None:

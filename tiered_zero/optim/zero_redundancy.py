@@ -319,9 +319,9 @@ def _sync_groups(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str,
 
 
 def _messages_of(groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, Tensor]]:
-    """Return the tensors that a rank broadcasts, as (number, tensor): the rank sends the tensor when this number of its
-    parameters is written. `groups`: the rank's param groups. Elements are sent in memory order, which is the same on
-    every rank."""
+    """Return (number, tensor) for each tensor that a rank broadcasts: once the first `number` of its parameters are
+    written, the rank sends the tensor. `groups`: the rank's param groups. Elements are sent in memory order, which is
+    the same on every rank."""
     messages = []
     for number, param in enumerate(params_of(groups), 1):
         if param.numel():

@@ -515,10 +515,10 @@ def verify_run(
     """Read a run's committed state and compare its checksums. Return None if there is no such state. `paths`: the swap
     directories of one store of the run, which may be alive.
 
-    `step`, `metadata`: verify only a state with this step (None: any step) and these metadata items. If a step is given
-    and the committed state is another one, the prepared state may be verified (see `SwapStore.recover`). If the run
-    commits meanwhile, the bytes may have changed, and the verification starts again, three times at most. Raises
-    StoreError if the manifest is damaged, or a data file is missing or too short."""
+    `step`: verify the state of this step, committed or prepared (see `SwapStore.recover`); None: the committed state.
+    `metadata`: items that the state must have. If the run commits meanwhile, the bytes may have changed: the
+    verification starts again, three times at most. Raises StoreError if the run commits each time, the manifest is
+    damaged, or a data file is missing or too short."""
     for _ in range(ATTEMPTS):
         if (state := _find_state(paths[0], step, metadata)) is None:
             return None

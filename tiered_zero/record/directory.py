@@ -163,8 +163,8 @@ class _Hold:
 class SwapDir:
     """The directories of one run, one under each swap path. This process holds their locks until `release` or `remove`.
 
-    These calls remove the directories; so do garbage collection of this object and the interpreter's exit. After
-    `keep`, only `remove` does. `collect_garbage` removes the directories of a killed process."""
+    `remove` removes the directories. So do `release`, garbage collection of this object and the interpreter's exit, but
+    not after `keep`. `collect_garbage` removes the directories of a killed process."""
 
     def __init__(self, owner: Owner, holds: list[_Hold]) -> None:
         """`holds`: the locked directory at each of the owner's paths. Call `create` or `open` instead."""
@@ -481,7 +481,8 @@ def _take_lock(dir_fd: int, unknown: bool) -> Descriptor:
 
 
 def _refusal(run: RunInfo, committed: bool, unknown: bool) -> str | None:
-    """Return why a run is kept; None if it may be removed."""
+    """Return why a run is kept; None if it may be removed. `committed`: also remove a run that can be resumed from its
+    commit. `unknown`: also remove a run whose owner cannot be looked at."""
     if not run.own or run.state == "alive" or (run.state == "unknown" and not unknown):
         return run.reason
     if run.resumable and not committed:

@@ -228,9 +228,9 @@ def first_gap(ranges: Iterable[Range | Span], start: int, end: int) -> int | Non
 
 
 def other_slots(durable: Iterable[Range], start: int, end: int) -> Iterator[Range]:
-    """Choose the slots for a write of `[start, end)`. Yield these bytes as ranges, each with the slot that the last
-    commit does not use for it; slot 0 if it uses none. `durable`: the ranges of the last commit that overlap `[start,
-    end)`, in order."""
+    """Choose the slots for a write of `[start, end)`, so that no byte of the last commit is overwritten. Yield these
+    bytes as ranges with a slot each: for bytes of the last commit the slot that it does not use, for all others slot 0.
+    `durable`: the ranges of the last commit that overlap `[start, end)`, in order."""
     for item in durable:
         if start < item.start:
             yield Range(start, item.start, 0, None)

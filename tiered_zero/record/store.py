@@ -323,8 +323,8 @@ class SwapStore:
         self._table.end_all()
 
     def close(self, remove: bool = True) -> None:
-        """Let requests finish, close the files and release the directory. Idempotent. `remove`: remove the directory;
-        False leaves one with a committed state on disk for `recover`, and removes one without."""
+        """Let requests finish, close the files and release the directory. Idempotent. `remove`: True removes the
+        directory. False leaves it on disk for `recover` if it has a committed state, and removes it otherwise."""
         if not self._process.is_current():
             return  # a forked child owns nothing
         for worker in (self._worker, self._hashing):

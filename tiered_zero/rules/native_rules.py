@@ -143,8 +143,8 @@ class NativeRule(UpdateRule):
         return {"step": torch.tensor(self._phase(scalars))} if self._counts_steps else dict(scalars)
 
     def _reference_scalars(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Return scalars in TorchRule's form with which torch's own code makes the same next step as this rule. They
-        differ from `_torch_scalars` for Adam without bias correction."""
+        """Return scalars in TorchRule's form. With them torch's own code makes the same next step as this rule does
+        with `scalars`. They are those of `_torch_scalars`, except for Adam without bias correction."""
         return self._torch_scalars(scalars)
 
     def _own_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:

@@ -165,8 +165,8 @@ def quantize(
     codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, seed: int | None, kernel: UpdateKernel | None
 ) -> None:
     """Compute `codes` and `scales` from `values`, fp32. Rounding is stochastic; its noise is a hash of each value and
-    `seed`. If `seed` is None, values are rounded to the nearest code, so dequantized values get their old codes. torch
-    and the kernel give the same bits."""
+    `seed`. If `seed` is None, round to the nearest code instead: values that come from `dequantize` then get their old
+    codes. torch and the kernel give the same bits."""
     if kernel is not None and seed is not None:
         kernel.convert(_moments(codes, scales, values, seed & 0xFFFFFFFF, quantizes=True))
         return

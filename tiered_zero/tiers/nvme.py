@@ -129,8 +129,8 @@ class NvmeTier(Tier):
 
         Chunks that get a free buffer are read at once. The job leases buffers for the other chunks. While such a job is
         queued, later fetches lease buffers only in their own jobs, so a job waits only for buffers of jobs ahead of it
-        on the lane. These reads are urgent, because compute waits for them; reads of state are not. The prefetch limit
-        bounds how long state is delayed."""
+        on the lane. Reads of parameters are urgent, because compute waits for them, and go before reads of state. The
+        prefetch limit bounds how long state then waits."""
         if after is not None and after.written.done():
             after.written.wait()  # raises if the update failed, before any buffer is leased
             after = None
@@ -154,10 +154,10 @@ class NvmeTier(Tier):
             raise
 
     def _copier(self, compute: Transfer, in_place: bool) -> StartCopy:
-        """Return a function that starts a copy from an update's buffers to the device. `in_place`: whether device
-        memory is host memory; the function then copies at once. Otherwise the copy runs on the write_back lane after
-        `compute`, the work that may still use the device memory. It cannot run on the fetch lane, whose jobs may wait
-        for an update."""
+        """Return a function that copies from an update's buffers to the device. `in_place`: whether the device's memory
+        is host memory; the function then copies on the calling thread. If it is not, the function starts a copy on the
+        lane `write_back`, after `compute`: the work that may still use the device memory. The lane `fetch` cannot copy,
+        because its jobs may wait for an update."""
         copy = self._accelerator.copy
 
         def copy_at_once(target: torch.Tensor, source: torch.Tensor) -> Transfer:

@@ -64,9 +64,10 @@ class Tier(ABC):
 
     @abstractmethod
     def reserve(self, name: str, nbytes: int, kind: str, *, num_durable: int = 0) -> Slot:
-        """Return a new slot. Its bytes are undefined until they are written. `kind`: see `Slot`. `num_durable`: the
-        number of places on disk that commits need for the slot: 0 if no commit holds it, 1 if it is written once, else
-        2; tiers in memory ignore it. Raises BudgetError or StoreError if the tier is full."""
+        """Return a new slot. Its bytes are undefined until they are written. `kind`: see `Slot`. `num_durable`: how
+        many places on disk in-place commits need for the slot. 0: no commit includes it. 1: it is written once. 2: it
+        is written again between commits. Tiers in memory ignore this. Raises BudgetError or StoreError if the tier is
+        full."""
 
     @abstractmethod
     def view(self, slot: Slot) -> torch.Tensor | None:

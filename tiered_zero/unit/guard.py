@@ -476,8 +476,8 @@ def _fault_in(param: nn.Parameter, used: Sequence[nn.Parameter], function: str) 
 
 
 def _offloaded_in(values: Any) -> Iterator[tuple[nn.Parameter, list[nn.Parameter]]]:
-    """Yield (parameter, the other parameters) for each offloaded parameter among the arguments. Skip a parameter that
-    the fetch of an earlier one has brought."""
+    """Yield (parameter, the other parameters) for each offloaded parameter among the arguments. The caller fetches it,
+    which may fetch others too: those are skipped."""
     used = list(_parameters_in(values))
     for index, param in enumerate(used):
         if isinstance(param, OffloadedParameter):

@@ -32,8 +32,8 @@ _NO_TRANSFORM = (
 class SavedView:
     """What autograd keeps in place of a view of a flat: the unit, and the view's geometry in elements of `dtype`.
 
-    `version`: the unit's version. `counter`: the version counter of the parameter, which changes in place move. Both
-    are None inside of a checkpoint: its recomputation uses the weights that are current when it runs."""
+    `version`: the unit's version. `counter`: the parameter's version counter; a change in place increases it. Both are
+    None inside of a checkpoint: its recomputation uses the weights that are current when it runs."""
 
     unit_index: int
     version: int | None

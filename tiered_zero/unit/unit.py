@@ -173,10 +173,10 @@ class FlatStorage:
         self.is_full = True
 
     def empty(self, keep: bool = True) -> None:
-        """Free the flat's memory. Every view keeps its shape, and autograd's version counters do not move.
+        """Free the flat's memory. Every view keeps its shape, and autograd's version counters do not move. A storage
+        that NumPy has viewed cannot be resized: a new storage with another `key` replaces it.
 
-        `keep`: False if a transfer may still write to the memory; no other unit then gets it. A storage that NumPy has
-        viewed cannot be resized again: a new storage with another `key` replaces it."""
+        `keep`: whether another unit may get the memory; False if a transfer may still write to it."""
         if self._place is not None:
             self._place.empty(keep)
         elif self._bytes.resizable():
@@ -391,9 +391,9 @@ class StepEvents(Protocol):
         (`loss.backward()`), the engine learns here that it has begun."""
 
     def before_use(self, unit: Unit, pass_name: str) -> None:
-        """Record that the pass "forward" or "backward" is about to use `unit`. Called only with several ranks, which
-        must fetch units in the same order, and before the unit is gathered. Several uses of one unit in a row, in one
-        pass, are announced once."""
+        """Record that the pass "forward" or "backward" is about to use `unit`, before the unit is gathered. Called only
+        with several ranks, because these must fetch units in the same order. If one pass uses a unit several times in a
+        row, this is called once."""
 
     def before_weights_read(self) -> None:
         """Make every update visible, before weights are read between steps."""
@@ -504,7 +504,7 @@ class PagedUnit:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the unit has no users and is not OFFLOADED. Views that other code holds do not matter here."""
+        """Whether the unit has no users and is not OFFLOADED. Other code may hold views of its flat."""
         return not self.num_users and self.state is not UnitState.OFFLOADED
 
     @property

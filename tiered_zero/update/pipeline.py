@@ -540,8 +540,8 @@ class Prefetcher:
         return True
 
     def cancel(self) -> None:
-        """Drop all sub-groups that were read ahead. Called before state changes, after failures, and when the next step
-        or another kind of slots is expected."""
+        """Drop all sub-groups that were read ahead. Called before state changes, after failures, when a step has begun
+        all its sub-groups, and when the update is about to write to another kind of slots."""
         self._begun.clear()
         self._expected = deque(self._order)
         for index, work in list(self._works.items()):

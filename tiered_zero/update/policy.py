@@ -371,7 +371,7 @@ class EagerUpdate:
 
     def cancel(self) -> bool:
         """End the job, and remove the sub-groups that it has not begun. Return whether any sub-group was ever queued:
-        the job may then have updated it."""
+        if so, the job may have updated it already."""
         self._queue.clear()
         self._queue.close()
         return bool(self._queued)

@@ -515,8 +515,8 @@ class CpuAccelerator(Accelerator):
         return super().alias(flat) if pages is None else torch.frombuffer(pages, dtype=flat.dtype, count=flat.numel())
 
     def prepare(self, flat: torch.Tensor) -> None:
-        """Ask for huge pages for `flat` if malloc has allocated its memory; reserved memory has them already. They cut
-        the page faults of a fetch from thousands to a few. In debug mode, `poison` the flat."""
+        """Ask the system for huge pages for `flat`, unless the flat lies in a reserved place, which has them already.
+        They cut the page faults of a fetch from thousands to a few. In debug mode, `poison` the flat."""
         if self._page_pool is None:  # the pool's places have huge pages already
             advise_huge_pages(flat)
         self.poison(flat)

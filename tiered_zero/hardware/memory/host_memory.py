@@ -59,9 +59,9 @@ def trim_malloc() -> None:
 
 
 def temporary_zeros(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros on the CPU for temporary use. Large ones get a memory mapping of their own, which ends when they are
-    freed. In malloc's heap, small blocks would be allocated between them, and the heap would grow by the sum of all
-    values that are allocated and freed one after another."""
+    """Return zeros on the CPU for temporary use. A large tensor gets a memory mapping of its own, which ends when the
+    tensor is freed. On malloc's heap its memory would often not be used again: small blocks lie between such tensors,
+    and the heap would grow with each of them."""
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _MAPPED_NBYTES:
         return torch.zeros(shape, dtype=dtype)

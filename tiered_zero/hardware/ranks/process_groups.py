@@ -328,9 +328,9 @@ class ProcessGroups:
                 dist.destroy_process_group(group)
 
     def _close_lanes(self) -> None:
-        """End the threads of lanes. A thread may be blocked in a collective until the other ranks close: wait for it,
-        at most FREED_S, because a return from C++ while Python ends would crash the process. A thread that a stopped
-        rank blocks stays for ever."""
+        """End the threads of lanes. A thread may be blocked in a collective until the other ranks close their groups.
+        Wait for such threads, at most FREED_S: one that returned from C++ while Python ends would crash the process.
+        Leave a thread alone that is still blocked then, because another rank is stopped."""
         self._ends_in_time()
         for name, lane in self._lanes.items():
             if name not in self._last or self._last[name].done():
