@@ -303,9 +303,11 @@ def join_states(first: State, own: Sequence[Mapping[str, Any]]) -> State:
 
 
 def _select_rank(state: State, ranks: Collectives) -> int:
-    """Replace the parts of `state` that differ between ranks by those that this rank has saved, and return how many
-    ranks have saved. A rank that did not exist at the save keeps its present random states, because with rank 0's it
-    would draw the same numbers as rank 0. It takes rank 0's position in the training data."""
+    """Replace the parts of `state` that differ between ranks by those that this rank has saved. Return how many ranks
+    have saved.
+
+    A rank that did not exist at the save takes rank 0's position in the training data. It keeps its present random
+    states: with those of rank 0 it would draw the same numbers as rank 0."""
     of_ranks = state.pop("ranks", None) or [own_state(state)]
     if ranks.rank < len(of_ranks):
         state.update(of_ranks[ranks.rank])

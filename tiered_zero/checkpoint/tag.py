@@ -79,9 +79,11 @@ def tag_path(save_dir: str | os.PathLike[str], tag: str) -> Path:
 
 
 def _visible_tag(name: str, names: Sequence[str]) -> str | None:
-    """Return the name of the tag whose files the directory `name` holds. The directory may be hidden: a tag that is
-    being written, or the old version of a tag that is being replaced. Return None if it holds no tag's files. `names`:
-    all names in the save directory."""
+    """Return the name of the tag whose files the directory `name` holds; None if it holds no tag's files. `names`: all
+    names in the save directory.
+
+    The directory may be hidden: it holds a tag that is being written, or the old version of a tag that is being
+    replaced. Return None for an old version if `names` has the tag itself."""
     if (old := hidden_tag(OLD, name)) is not None:
         return None if old in names else old
     if (temporary := hidden_tag(TEMPORARY, name)) is not None:

@@ -422,8 +422,8 @@ _COPIED = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 
 
 def named_as_in(directory: Path, tensors: Sequence[WeightTensor], tied: Container[str]) -> list[WeightTensor]:
-    """Return the tensors, named and split as in the safetensors files in `directory`. If there are no such files, name
-    and split them as `save_pretrained` does for the model whose config is in `directory`.
+    """Return the tensors, named and split as in the safetensors files in `directory`. If there are none, name and split
+    them as `save_pretrained` does for the model whose config is in `directory`.
 
     `tied`: names of tensors that have other names too. The files may lack these names. Raises ModelError if other names
     are on one side only."""

@@ -259,7 +259,7 @@ def build_planned(source: GPTConfig | Path | str) -> nn.Module:
 
 
 def _with_checkpoints(model: nn.Module) -> nn.Module:
-    """Set `gradient_checkpointing` on the model, so that predictions count the recomputation of its blocks."""
+    """Set `gradient_checkpointing` on the model. Predictions then include that backward computes its blocks again."""
     vars(model)["gradient_checkpointing"] = True
     return model
 

@@ -102,9 +102,9 @@ class Saver:
             self._end_save()
 
     def _is_found(self, error: Exception) -> bool:
-        """Return whether --resume finds the step although its save failed with `error`. It does if only the last act of
-        the save failed: the step was committed in place, but its tag did not get its name. An older tag of the run then
-        leads to the commit."""
+        """Return whether --resume finds the step although its save failed with `error`. It does if only the end of the
+        save failed: the step was committed in place, but its tag is not durable. An older tag of the run then leads to
+        the commit."""
         try:
             return isinstance(error, UntaggedCommitError) and find_checkpoint(self._directory).swap is not None
         except StoreError:

@@ -243,8 +243,9 @@ class FlatWindows:
                 self._changed.notify_all()
 
     def read(self, flat: PagedFlat, offset: int, out: BufferView) -> Transfer | None:
-        """Fill `out` with the flat's bytes from `offset` on: copy them from the window if there is one, else start to
-        read them from the record. Return the transfer; None if the flat holds no bytes. Raises StoreError."""
+        """Fill `out` with the flat's bytes from `offset` on. If the flat has a window, copy them from there and return
+        a complete transfer. Otherwise start to read them from its record and return the read's transfer. Return None if
+        the flat holds no bytes. Raises StoreError."""
         with self._changed:
             if flat.lease is not None:
                 out.tensor.copy_(flat.lease.tensor[offset : offset + out.tensor.numel()])

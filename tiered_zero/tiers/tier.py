@@ -81,9 +81,11 @@ class Tier(ABC):
     @abstractmethod
     def write(self, slot: Slot, data: HostBuffer, offset: int = 0, after: Transfer | None = None) -> Transfer:
         """Start to write all of `data` to the slot's bytes from `offset`. The caller leaves `data` alone until the
-        transfer is done. `after`: a transfer after which the write to a slot on the device begins, because compute may
-        still read the slot. None: after all work that compute has launched so far; a caller on a lane must not pass
-        None."""
+        transfer is done.
+
+        `after`: only for a slot on the device, which compute may still read. The write begins when this transfer is
+        complete. None: it begins when all work that compute has launched so far is complete. A caller on a lane must
+        pass a transfer."""
 
     @abstractmethod
     def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:
@@ -245,8 +247,8 @@ class UnitUpdate:
         self.written.complete()
 
     def fail(self, error: BaseException) -> None:
-        """Make every wait for this update raise `error`, and wait for copies from its parts. Do nothing if the unit is
-        written already."""
+        """Make every wait for this update raise `error`. Then wait for the copies of the unit's parts to a fetch's
+        target that were started. Do nothing if the unit is written already."""
         if not self.written.done():
             self.computed.fail(error)  # first, so that a fetch without pending parts sees the error
             with self._lock:

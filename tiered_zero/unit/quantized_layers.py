@@ -103,9 +103,9 @@ class Forward4bit:
         return found.to(x.dtype)
 
     def _class_forward(self, x: torch.Tensor, plain: Any) -> torch.Tensor:
-        """Run the `forward` of the layer's class with `plain` as the weight's quant_state. `plain` has plain tensors as
-        scales: bitsandbytes asks for their addresses, and a parameter whose address user code has got is watched for
-        changes ([Note: Writes through .data])."""
+        """Run the `forward` of the layer's class with `plain` as the weight's quant_state. The scales in `plain` are
+        plain tensors, not parameters: bitsandbytes asks for the addresses of scales, and the engine would then watch a
+        parameter for changes ([Note: Writes through .data])."""
         weight, state = self._module.weight, self._module.weight.quant_state
         weight.quant_state = plain
         try:

@@ -160,10 +160,12 @@ class UpdatePolicy(ABC):
 
     def at_cut(self, job: Callable[[], None]) -> Transfer:
         """Run `job` between two updates: after all writes of the last update, and before the next update. An
-        asynchronous save begins in such a job. The job runs on the update lane if updates run there, else in this call;
-        `finish` waits for it. Return a transfer that completes when the job ends, and carries the job's error. Raises
-        ModelError while an update that began in backward waits for its step(), and EngineFailedError after a
-        failure."""
+        asynchronous save begins in such a job. Return a transfer that completes when the job ends, and carries the
+        job's error.
+
+        If updates run on the update lane, the job runs there, and `finish` waits for it. Otherwise the job runs in this
+        call. Raises ModelError if an update has begun in backward and its step() has not been called. Raises
+        EngineFailedError after a failure."""
         self.check_untouched("State is to be saved")
         self.check()
         cut = Completion()
@@ -171,8 +173,8 @@ class UpdatePolicy(ABC):
         return cut
 
     def run_behind(self, act: Callable[[], None], after: Sequence[Transfer] = ()) -> None:
-        """Run `act` after the update under way and the transfers in `after`: on the update lane, or at once if updates
-        run inside step()."""
+        """Run `act` after the update under way and the transfers in `after`, on the update lane. If updates run inside
+        step(), run it in this call."""
         act()
 
     def _cancel_prefetch(self) -> None:
@@ -332,7 +334,7 @@ class EagerUpdate:
         self.job = UpdateJob(gradients=self._gradients, grad_scale=1.0, groups=groups, after=after, queue=self._queue)
 
     def updates(self, unit: Unit) -> bool:
-        """Return whether this rank updates a part of the unit."""
+        """Return whether the update has a sub-group with a part of the unit."""
         return unit.index in self._layouts_of
 
     def incomplete(self, units: Sequence[Unit]) -> list[Unit]:

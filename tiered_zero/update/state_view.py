@@ -227,7 +227,7 @@ class StateView:
     def follow(self, unit: Unit, flat: torch.Tensor, old: torch.Tensor | None = None) -> None:
         """Adapt the unit's masters after user code changed its parameters: the master of each changed parameter becomes
         equal to the parameter. `flat`: the new parameters, [P] of the unit's dtype on the CPU. `old`: the parameters
-        before the change, [P], if `need_params` is true."""
+        before the change, [P]; must be given if the property `need_params` is true."""
         for layout, segment in self._segments(unit):
             before = None if old is None else segment.part_of(old)
             if parts := layout.masters.follow(self._read(layout, segment), segment.part_of(flat), before):

@@ -353,8 +353,10 @@ class Accelerator(ABC):
     @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor, finish: bool = False) -> None:
         """Launch a copy from `source` to `target` (contiguous, same dtype and size) on the calling lane's stream.
-        `finish`: return only when the copy is complete, because the caller reuses the host memory next. A lane's thread
-        copies alone, without further threads. Autograd's version counters do not change."""
+        Autograd's version counters do not change.
+
+        `finish`: return only when the copy is complete, because the caller reuses the host memory next. On the CPU the
+        thread of a lane copies by itself, without torch's further threads."""
 
     def timer(self, recorder: Recorder) -> Timer:
         """Return a function, called like `Recorder.span`, that times a `with` block in a lane's job. Its span begins
@@ -438,10 +440,11 @@ _LIBC = ctypes.CDLL(None)
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy between contiguous CPU tensors of one dtype and size, without the GIL.
+    """Copy between contiguous CPU tensors of one dtype and size, without the GIL. Raises ValueError for other tensors,
+    and if the storage of one was emptied.
 
-    A lane's thread copies alone, because Tensor.copy_ would start an OpenMP team for each lane. Any other thread copies
-    with its team. Raises ValueError for other tensors, and if the storage of one was emptied."""
+    A lane's thread copies by itself, because Tensor.copy_ would start an OpenMP team for each lane. Any other thread
+    copies with its OpenMP team."""
     if target.dtype != source.dtype or target.numel() != source.numel():
         raise ValueError(f"copy_bytes needs equal dtypes and sizes, not {_describe(target)} and {_describe(source)}")
     for tensor in (target, source):
