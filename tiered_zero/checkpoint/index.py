@@ -519,8 +519,8 @@ def torch_dtype(name: str) -> torch.dtype:
 def describe(
     dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...] | None = None, form: Form = "plain"
 ) -> TensorEntry:
-    """Return a manifest's entry for a tensor, with `parts` empty. `order`, `form`: see `TensorEntry`. Raises StoreError
-    for a dtype that a checkpoint cannot hold."""
+    """Return a manifest's entry for a tensor, without parts. `order`: see `TensorEntry`. `form`: see [Note: Portable
+    form]. Raises StoreError for a dtype that a checkpoint cannot hold."""
     return TensorEntry(dtype=dtype_name(dtype), shape=tuple(shape), order=order, form=form)
 
 

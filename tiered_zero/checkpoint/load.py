@@ -530,10 +530,10 @@ class StateLoader:
     def _masters(
         self, layout: StateLayout, work: SubGroupWork, keeps: bool, filled: Sequence[tuple[int, int]]
     ) -> torch.Tensor:
-        """Return memory for a sub-group's masters, [numel] fp32. It is the slot itself, with zeros outside of `filled`,
-        the ranges of parameters. If masters are stored as remainders, it is an array of its own: with `keeps` it holds
-        the present masters, else zeros. `keeps`: whether a parameter of the sub-group keeps its value, because the
-        checkpoint lacks it."""
+        """Return memory for a sub-group's masters, [numel] fp32. If the slot stores whole masters, it is the slot's own
+        memory, with zeros outside of `filled`, the ranges of parameters. If it stores remainders, it is a new array:
+        the present masters if `keeps`, else zeros. `keeps`: whether the checkpoint lacks a parameter of the sub-group,
+        which then keeps its value."""
         numel, device = layout.subgroup.numel, work.raw.device
         if not layout.masters.needs_params:
             masters = layout.master(work.raw)

@@ -285,9 +285,9 @@ def specify_planned(
     host_nbytes: int | None = None,
     rates: Machine | None = None,
 ) -> RunSpec:
-    """Specify the run of rank 0, without opening anything. `ranks`: the number of ranks. `device_nbytes`,
-    `host_nbytes`: the memory of the machine, which all ranks share. `rates`: the machine's rates, by which a placement
-    is chosen. For each of these three, None means that of this machine."""
+    """Specify the run of rank 0, without opening anything. `ranks`: the number of ranks on the machine.
+    `device_nbytes`: the memory of one rank's device. `host_nbytes`: host memory, which all ranks share. `rates`: the
+    machine's rates, by which a placement is chosen. For each of the last three, None means that of this machine."""
     from tiered_zero.assembly.spec import PlannedMachine, specify_run
     from tiered_zero.rules.from_config import check_sections
 

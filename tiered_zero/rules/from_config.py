@@ -71,10 +71,12 @@ def make_optimizer(
     optimizer: Optimizer | Callable[[Any], Optimizer] | None,
     model_parameters: Iterable[Any] | None,
 ) -> Optimizer:
-    """Return a torch optimizer that holds the run's param groups and defaults; it is never stepped. `optimizer`: the
-    user's optimizer, or a function that makes one from `model_parameters`; None: the optimizer is made from `section`,
-    the config's. If `section` is None, too, the result has no param groups. `model_parameters`: the parameters or param
-    groups to train; None: all parameters that require a gradient. Raises ModelError and ConfigError."""
+    """Return a torch optimizer that holds the run's param groups and defaults; it is never stepped.
+
+    `optimizer`: the user's optimizer, or a function that makes one from `model_parameters`. If it is None, the
+    optimizer is made from `section`, the config's. If both are None, the result has no param groups.
+    `model_parameters`: the parameters or param groups to train; None: all parameters that require a gradient. Raises
+    ModelError and ConfigError."""
     if isinstance(optimizer, Optimizer):
         return _chosen(optimizer, section)
     if optimizer is None and section is None:

@@ -409,9 +409,9 @@ def _view(raw: torch.Tensor, array: StateArray) -> torch.Tensor:
 def check_params(
     masters: MasterFormat, subgroups: Iterable[SubGroup], param_tiers: Mapping[int, str], state_tiers: Sequence[str]
 ) -> None:
-    """Check that the update can read the parameters from which the format computes masters. Raises ConfigError if a
-    parameter is not bf16, or if either the parameter or its state rests on the device, but not both. `param_tiers`:
-    unit index -> tier of its parameters. `state_tiers`: the tier of each sub-group's state."""
+    """Check that the update can read the parameters, if the format computes masters from them. Raises ConfigError if a
+    parameter is not bf16, or if only one of parameter and state rests on the device. `param_tiers`: unit index -> tier
+    of its parameters. `state_tiers`: the tier of each sub-group's state."""
     held = ((segment.unit, state_tiers[subgroup.index]) for subgroup in subgroups for segment in subgroup.segments)
     for unit, state_tier in held if masters.needs_params else ():
         if unit.dtype != torch.bfloat16:

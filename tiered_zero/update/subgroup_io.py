@@ -104,14 +104,14 @@ class SubGroupWork:
     `param_kind`: the slots that get the new parameters. `raw`: the state, [n] uint8, in place or in the staging buffer.
     `lease`: the staging buffer, with the staged state, then the staged 16-bit parameters; None if nothing is staged.
     `home`: the slot of the state. `is_staged`: whether the state passes through the staging buffer. `on_device`:
-    whether the state rests and is updated on the device. `reads`: the transfers that read state, gradients and, if
-    masters are computed from them, parameters. `writes`: the transfers that write the results. `pending`: (unit update,
-    first byte in the unit) of each staged part of new parameters that readers may use until it is written.
+    whether the state rests and is updated on the device. `reads`: the transfers that read state and gradients; also
+    parameters, if masters are computed from them. `writes`: the transfers that write the results. `pending`: the parts
+    of new parameters that readers may use in the staging buffer until they are written, each as (update of its unit,
+    its first byte in the unit).
 
     One entry for each segment: `outs`: the memory to which the rule writes the parameters, [numel] of the unit's dtype.
     `windows`: the part of the staging buffer for the parameters; None if they are written in place. `grads`: the
-    gradients read from NVMe, [numel]; None if they rest in memory.
-    """
+    gradients read from NVMe, [numel]; None if they rest in memory."""
 
     layout: StateLayout
     param_kind: str

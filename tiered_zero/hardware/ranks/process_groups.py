@@ -76,8 +76,8 @@ class ProcessGroups:
     """The collectives of a run with several ranks. CPU tensors use this object's own gloo groups, device tensors the
     device's backend. Driver thread, except the lanes inside.
 
-    A rank that fails calls `fail`, which posts a message to the store and closes the rank's groups; every other rank
-    raises RankError with the message, at most seconds later. A rank that is stopped is found by the timeout."""
+    A rank that fails calls `fail`, which posts a message to the store and closes the rank's groups. Within seconds
+    every other rank raises RankError with this message. A rank that is stopped posts nothing: the timeout finds it."""
 
     def __init__(self, timeout_s: float, gather_numel: int) -> None:
         """Read rank and world size from torch.distributed, which must be initialized. `gather_numel`: the most elements
