@@ -28,7 +28,7 @@ class TrainingLoader(DataLoader[Any]):
 
     A pass is one `iter()` over the data.
 
-    * A batch counts when the user takes it, not when a worker reads it ahead.
+    * A batch is counted when the user takes it, not when a worker reads it ahead.
     * A pass ends early if its iterator is dropped, as after `break`. The next pass begins at the first sample.
     * If a state was saved in the middle of a pass, the next `iter()` after loading it gives exactly the remaining
       batches of that pass. A pass is over when its iterator has raised StopIteration: a state that was saved after the

@@ -454,7 +454,7 @@ def _plan_to_fit(
 def _limits(config: Config, model: nn.Module, machine: PlannedMachine, ranks: Collectives) -> Limits:
     """Return the bytes that this rank may use on each tier: the config's limits, or the free bytes less a reserve.
 
-    Parameters that are on the device now count as free there, because they move to their planned places, unit by unit.
+    Memory of the device that parameters take now is free, too, because they move to their planned places, unit by unit.
     Ranks of one host share its memory, and every rank plans with the smallest share that any rank has."""
     settings = config.tiered_zero
     nbytes, source, given_nbytes = machine.device_nbytes, "--device-memory", None

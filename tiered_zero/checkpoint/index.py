@@ -628,8 +628,8 @@ def list_tensors(
     *,
     with_frozen: bool = True,
 ) -> tuple[dict[str, TensorEntry], list[RecordName]]:
-    """Return the tensors that this rank saves, each with this rank's parts, and the records that hold these parts.
-    `buffers`: the model's buffers, by name, if this rank saves them. Any thread."""
+    """Return this rank's tensors, each with this rank's parts, and the records that hold these parts. `buffers`: the
+    model's buffers, by name, if this rank saves them. `with_frozen`: also save frozen parameters. Any thread."""
     numbers: dict[RecordName, int] = {}
     found: dict[str, tuple[TensorEntry, list[Part]]] = {}
     rows = chain(
@@ -674,8 +674,8 @@ def _list_subgroup(state: RunState, places: RecordPlaces, scalars: Scalars, layo
 
 
 def _list_units(state: RunState, places: RecordPlaces, with_frozen: bool) -> Iterator[_Row]:
-    """Yield the parameters that no update writes. On rank 0, also yield the parameters without elements, which are in
-    no unit."""
+    """Yield the parameters that no update writes, frozen ones only if `with_frozen`. On rank 0, also yield the
+    parameters without elements, which are in no unit."""
     for unit in state.saved_units(with_frozen):
         home, record = state.inventory.find(unit, "param"), places.unit(unit)
         here = slice(0, unit.numel) if home is None else home.elements(unit)

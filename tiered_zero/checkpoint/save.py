@@ -243,8 +243,8 @@ class StateSaver:
 
     def save(self, buffers: Mapping[str, torch.Tensor], params: Mapping[int, torch.Tensor], with_frozen: bool) -> None:
         """Write everything, and wait for it. `buffers`: the model's buffers on the CPU, by name. `params`: unit index
-        -> a copy of a unit on the device; other units are read from their homes or the device. Raises the first error,
-        once nothing uses the run's memory."""
+        -> a copy of a unit on the device; other units are read from their homes or the device. `with_frozen`: whether
+        frozen parameters are saved, too. Raises the first error, once nothing uses the run's memory."""
         try:
             layouts = self._state.own_layouts
             run_ahead(self._io, layouts, self._begin, lambda work: self._free(work.layout.subgroup.index))

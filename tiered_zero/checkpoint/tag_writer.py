@@ -271,7 +271,8 @@ class TagWriter:
     def __init__(
         self, directory: SaveDirectory, tag: str, name: str, writer: RecordWriter, needed_nbytes: int, *, joins: bool
     ) -> None:
-        """`name`: name of the temporary directory. Call `begin` or `join` instead."""
+        """`name`: name of the temporary directory. `joins`: this rank joins a tag that rank 0 has begun. Call `begin`
+        or `join` instead."""
         self.writer, self.tag, self.name = writer, tag, name
         self._directory, self._needed_nbytes, self._joins = directory, needed_nbytes, joins
         self._latest: str | None = None
@@ -393,8 +394,9 @@ class TagWriter:
             self.discard()
 
     def prepare(self, fields: Mapping[str, Any], *, save_latest: bool = True) -> None:
-        """Write the manifest and the new `latest` under temporary names, durably. For an in-place commit this runs on a
-        lane during the commit, and must end before the tag is discarded. Raises OSError, StoreError."""
+        """Write the manifest, and if `save_latest` the new `latest`, under temporary names, durably. For an in-place
+        commit this runs on a lane during the commit, and must end before the tag is discarded. Raises OSError,
+        StoreError."""
         data = TagManifest(**fields, tag=self.tag).encode()
         with open_directory(self.name, self._directory.fd) as fd:
             write_new_file(MANIFEST_NAME, [data], fd)

@@ -81,7 +81,8 @@ def load(
 
 
 def _idle_key(path: str, why: str, *, quiet: bool = False) -> Key:
-    """Return a Key that says that `path` has no effect here, even if the table says otherwise."""
+    """Return a Key that says that `path` has no effect here, even if the table says otherwise. `quiet`: log no notice
+    of the key."""
     return Key(path=path, fate=Fate.NO_EFFECT, why=why, quiet=quiet)
 
 
@@ -308,7 +309,7 @@ def _check_optimizer(section: dict[str, Any] | None) -> None:
 
 def _check_scheduler(section: dict[str, Any] | None, reading: Reading, to_train: bool) -> None:
     """Check the arguments of a schedule of DeepSpeed, and resolve "auto" among them. Torch's schedules check their own
-    arguments when they are built."""
+    arguments when they are built. `to_train`: see `load`."""
     kind = SCHEDULES.get(section["type"]) if section and isinstance(section.get("type"), str) else None
     if section is None or kind is None:
         return

@@ -73,7 +73,8 @@ class CurrentAccelerator:
             self._module.empty_cache()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Return the bytes of tensors on the device; on a CPU the process's resident memory, as in DeepSpeed."""
+        """Return the bytes of tensors on the device; on a CPU the process's resident memory, as in DeepSpeed.
+        `device_index`: None: the current device."""
         if self._type != "cpu":
             return int(self._module.memory_allocated(device_index))
         with open("/proc/self/statm") as file:

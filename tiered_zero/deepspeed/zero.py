@@ -77,8 +77,8 @@ def GatheredParameters(
     enabled: bool = True,
 ) -> Iterator[None]:
     """Gather weights for a `with` block, by `tiered_zero.gathered`. `modifier_rank`: every rank gets the changes that
-    this rank makes in the block; None: a change raises ModelError. Does nothing before `initialize`. A None in `params`
-    is skipped: Transformers passes it in place of a bias."""
+    this rank makes in the block; None: a change raises ModelError. Does nothing before `initialize`, or if `enabled` is
+    false. A None in `params` is skipped: Transformers passes it in place of a bias."""
     num_ranks = get_world_size()
     if modifier_rank is not None and modifier_rank not in range(num_ranks):
         raise ModelError(

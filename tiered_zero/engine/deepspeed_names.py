@@ -140,7 +140,8 @@ class DeepSpeedNames(ABC):
         return state
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Load `state_dict` into the module's parameters and buffers, and into the fp32 masters."""
+        """Load `state_dict` into the module's parameters and buffers, and into the fp32 masters. `strict`: as in
+        torch's `load_state_dict`: raise for missing and unexpected names."""
         self._run.module.load_state_dict(state_dict, strict=strict)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:

@@ -328,6 +328,7 @@ class Engine(DeepSpeedNames):
     ) -> bool:
         """Write parameters, in the dtype in which they are trained, and buffers to safetensors files in `save_dir`.
         Both `from_pretrained(save_dir)` of transformers and plain torch can load these files.
+        `exclude_frozen_parameters`: leave frozen parameters out.
 
         Weights larger in total than `max_shard_size` (bytes, or text such as "5GB") are split into numbered files with
         an index. Tied weights are written under each of their names, as `load_state_dict(strict=True)` needs them. A

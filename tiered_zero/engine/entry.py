@@ -202,7 +202,8 @@ class StepCounts:
         return (self.micro_steps + 1) % self.num_micro_batches == 0 if self.boundary is None else self.boundary
 
     def begin_backward(self, retain_graph: bool) -> bool:
-        """Count an `engine.backward()`. Return whether it is probably the only backward of its micro-batch."""
+        """Count an `engine.backward()`. Return whether it is probably the only backward of its micro-batch. With
+        `retain_graph` it is not, because another backward of the graph will follow."""
         self.num_backwards += 1
         return self.num_backwards == 1 and self._one_backward_each and not retain_graph
 

@@ -270,7 +270,7 @@ class OffloadedOptimizer(TierStateOptimizer):
         return self._running()
 
     def _open(self) -> None:
-        """Build a run for the present param groups, copy the state of the former run into it, and close the former."""
+        """Build a run for the present param groups, copy the state of the last run into it, and close the last run."""
         former = self._run
         if former is not None:
             former.policy.finish(before_write=True)

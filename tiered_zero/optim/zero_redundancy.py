@@ -43,8 +43,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         offload: Mapping[str, Any] | None = None,
         **defaults: Any,
     ) -> None:
-        """Split the parameters over the ranks, and build this rank's local optimizer. Raises TypeError and ValueError
-        as torch's class does, and the errors of the local optimizer."""
+        """Split the parameters over the ranks, and build this rank's local optimizer. `process_group`: the ranks; None:
+        the default group. Raises ConfigError if `overlap_with_ddp` is true, TypeError and ValueError as torch's class
+        does, and the errors of the local optimizer."""
         if overlap_with_ddp:
             raise ConfigError(
                 "overlap_with_ddp: expected False; found True, which in torch's class leaves out the first two or "

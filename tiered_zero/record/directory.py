@@ -534,7 +534,7 @@ def _inspect_open(run: RunInfo, fd: int, locked: bool | None) -> RunInfo:
 
 def _committed_state(run: RunInfo, fd: int) -> tuple[int | None, bool]:
     """Return the last committed step, and whether the run may be resumed. If the commit cannot be read (damage, a path
-    that is not mounted), the step is None, and the run counts as one that may be resumed."""
+    that is not mounted), the step is None, and the run is listed as one that may be resumed."""
     first = Path(run.paths[0])
     try:
         committed, prepared = manifest.load_at(fd, first) if first == run.path else manifest.load(first)

@@ -48,7 +48,8 @@ def error_text(error: Exception) -> str:
 
 
 def open_directory(path: str | Path, dir_fd: int | None = None) -> Descriptor:
-    """Open a directory. Raises OSError: ENOTDIR or ELOOP if the last component is a symbolic link."""
+    """Open a directory; with `dir_fd`, below that open directory. Raises OSError: ENOTDIR or ELOOP if the last
+    component is a symbolic link."""
     return opened(path, os.O_RDONLY | os.O_DIRECTORY | _SAFE, dir_fd=dir_fd)
 
 
@@ -164,8 +165,8 @@ def write_and_sync(fd: int, parts: Iterable[bytes | memoryview]) -> None:
 
 
 def write_new_file(path: str | Path, parts: Iterable[bytes | memoryview], dir_fd: int | None = None) -> None:
-    """Write a new file (mode 0600) and fsync it. Its name is durable only after `sync_directory`. Raises OSError, and
-    FileExistsError if the name is taken."""
+    """Write a new file (mode 0600) and fsync it; with `dir_fd`, below that open directory. Its name is durable only
+    after `sync_directory`. Raises OSError, and FileExistsError if the name is taken."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with opened(path, flags, 0o600, dir_fd=dir_fd) as fd:
         write_and_sync(fd, parts)

@@ -94,7 +94,8 @@ class Plot:
 
 
 def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series], from_zero: bool = False) -> str:
-    """Draw one line per series; a series of one point is a dot. Points that are not finite break the line."""
+    """Draw one line per series; a series of one point is a dot. Points that are not finite break the line. `from_zero`:
+    the y axis begins at 0, else at the smallest value."""
     thinned = [Series(name=line.name, style=line.style, points=thin(line.points)) for line in series]
     ys = [y for line in thinned for _, y in line.points if math.isfinite(y)]
     if not ys:

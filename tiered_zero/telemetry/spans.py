@@ -83,7 +83,8 @@ class Recorder:
         self._idle_s: defaultdict[str, float] = defaultdict(float)
 
     def span(self, lane: str, kind: str, name: str = "", nbytes: int = 0) -> _OpenSpan:
-        """Time a `with` block as a span of `lane`. If the block raises, its time counts but its bytes do not.
+        """Time a `with` block as a span of `lane`. If the block raises, its time is added to the sums, and
+        its bytes are not.
 
         `kind`: the key in totals ("forward", "wait_param", ...). Only one thread at a time may be inside spans of one
         lane. Backward keeps to this: while autograd's thread works, the main thread waits."""

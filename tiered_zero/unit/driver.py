@@ -136,7 +136,7 @@ class DriverThread:
         """Return the thread that is inside, if this thread must be refused because of it; else None.
 
         This thread is admitted if it is itself the thread inside, or one of autograd's threads that work for that
-        thread. A thread that has ended without `leave` no longer counts as inside."""
+        thread. A thread that has ended without `leave` is no longer inside."""
         thread = threading.current_thread()
         with self._lock:
             inside = self._inside

@@ -48,7 +48,7 @@ class _Blank:
     """A parameter or buffer that has memory but no values yet. `names`: all its names in the model. `version`: its
     version counter when it got memory.
 
-    It counts as set once code has written to it or has put another tensor in its place, and always if it has no
+    It is set once code has written to it or has put another tensor in its place, and always if it has no
     elements."""
 
     names: tuple[str, ...]

@@ -124,7 +124,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def packed_nbytes(buffers: Iterable[torch.Tensor]) -> int:
     """Return the bytes, rounded up to whole pages, that buffers take one after another, each at a multiple of 128
-    bytes. An element counts as at least 4 bytes, since a device may hold small floats as fp32."""
+    bytes. An element takes at least 4 bytes, since a device may hold small floats as fp32."""
     sizes = (buffer.numel() * max(buffer.dtype.itemsize, 4) for buffer in buffers)
     return align_up(sum(align_up(nbytes, PACKED_ALIGNMENT_NBYTES) for nbytes in sizes), PAGE_NBYTES)
 

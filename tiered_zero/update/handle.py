@@ -395,7 +395,7 @@ class TieredOptimizer(TierStateOptimizer):
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers check it for the order of calls
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Call `engine.zero_grad()`."""
+        """Call `engine.zero_grad(set_to_none)`."""
         self._calls().zero_grad(set_to_none)
 
     def group_options(self) -> list[dict[str, Any]]:

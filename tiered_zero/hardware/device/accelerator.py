@@ -400,7 +400,7 @@ class Accelerator(ABC):
 
     def alias(self, flat: torch.Tensor) -> torch.Tensor:
         """Return a second tensor over the memory of `flat`, for threads that may hold it for some time. In memory from
-        `reserve_place` it has a storage of its own, so that it does not count as a view of `flat`."""
+        `reserve_place` it has a storage of its own, so that it is not found as a view of `flat`."""
         return flat.data
 
     def poison(self, flat: torch.Tensor, dtype: torch.dtype | None = None) -> None:

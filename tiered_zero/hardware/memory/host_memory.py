@@ -175,7 +175,7 @@ logger = logging.getLogger("tiered_zero")
 
 @final
 class Lease:
-    """Ownership of one staging buffer, until `release()` (any thread, only the first call counts) or the end of a
+    """Ownership of one staging buffer, until `release()` (any thread; a later call does nothing) or the end of a
     `with` block.
 
     `tensor`: [n] uint8 in host memory; n is the requested size, rounded up to a page. `memory`: the bytes of `tensor`,
