@@ -133,8 +133,8 @@ class UpdatePolicy(ABC):
         return
 
     def create_state(self, params: Collection[nn.Parameter]) -> None:
-        """Create the state of `params` by an update with zero gradients. It runs on this thread, and changes no weight
-        and no count of steps. Called between two steps; other ranks need not call it."""
+        """Create the state of `params` by an update with zero gradients. It runs on this thread and changes no weight,
+        and the engine counts no step for it. Called between two steps; other ranks need not call it."""
         self.finish(before_write=True)
         self._step(self._job(ZeroGradients(self.view.names_of(params)), 1.0))
         self._end_update()
