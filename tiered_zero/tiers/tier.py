@@ -337,7 +337,7 @@ class Home:
         nvme, not in memory."""
         if (raw := self.tier.view(self.slot)) is None:
             return None
-        start = self.offset_of(segment)
+        start = (segment.unit_start - self.start) * segment.unit.itemsize
         return raw[start : start + segment.nbytes].view(segment.unit.dtype)
 
 

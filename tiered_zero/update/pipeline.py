@@ -200,7 +200,8 @@ class UpdatePipeline:
 
     def prefetch(self) -> None:
         """Start to read ahead the sub-groups that the next step probably updates first."""
-        self._prefetcher.read()
+        if self._stages:
+            self._prefetcher.read()
 
     def cancel_prefetch(self) -> None:
         """Drop the state that was read ahead. Called before state changes, and after failures."""
@@ -295,7 +296,9 @@ class UpdatePipeline:
         if ended:  # count the sub-groups skipped last: forward waits for them
             step.count_skipped(step.queue.take_skipped())
             step.job.computed.complete()
-        self._prefetch(step)
+        reads_ahead = self._stages and not step.job.on_device
+        if reads_ahead:
+            self._prefetch(step)
         must_wait = ended
         if self._stages and not (ended or step.opened) and (ready := step.queue.peek()) is not None:
             must_wait = not (self._io.num_free or ready.subgroup.index in self._prefetcher.subgroups)
@@ -304,12 +307,13 @@ class UpdatePipeline:
             self._prefetcher.note_ended(step.written[0])
             step.count_written(step.written.popleft().layout.subgroup)
             must_wait = False
-        self._prefetch(step)
+        if reads_ahead:
+            self._prefetch(step)
         if step.written and not (ended or step.opened):  # a slow write must not delay sub-groups that become ready
             step.queue.wait(POLL_S)
 
     def _prefetch(self, step: _Step) -> None:
-        if self._stages and not step.job.on_device and step.queue.peek() is None:
+        if step.queue.peek() is None:
             if step.queue.has_ended():
                 self._prefetcher.expect_next_step()
             self._prefetcher.read()

@@ -522,7 +522,8 @@ class CpuAccelerator(Accelerator):
         They cut the page faults of a fetch from thousands to a few. In debug mode, `poison` the flat."""
         if self._page_pool is None:  # the pool's places have huge pages already
             advise_huge_pages(flat)
-        self.poison(flat)
+        if self._poison:
+            self.poison(flat)
 
     def wait_on_compute(self, transfer: Transfer) -> None:
         if THIS_THREAD.is_lane:
