@@ -18,7 +18,7 @@ SIZES = (32, 64, 128)
 
 Lines = dict[str, Counter[CodeType]]
 
-WAITS = {"NativeTransfer.finished_within", "IOTransfer.wait", "wait_in_slices"}
+WAITS = {"NativeTransfer.finished_within", "IOTransfer.wait"}
 """One thread or two wait for a transfer, or none, as the disk is late: 6 to 8 lines a unit more or fewer."""
 
 

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 
 from tests.io.conftest import pages
-from tiered_zero.concurrency import transfer as transfer_module
 from tiered_zero.errors import TransferError
 from tiered_zero.io import aiofile as pieces_module
 from tiered_zero.io import engine as shared
@@ -243,7 +242,7 @@ def test_a_slow_disk_is_no_stall(build: Build, swap_path: Path, monkeypatch: pyt
         return real(fd, views, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    for module in (shared, pieces_module, transfer_module):
+    for module in (shared, pieces_module):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     path = swap_path / "data"
     path.write_bytes(bytes(4096 * 64))
@@ -273,8 +272,7 @@ def test_a_process_that_was_stopped_is_no_stall(
     engine = build(queue_depth=1, io_timeout_s=60.0)
     file = engine.open(str(path))
     transfer = engine.read(file, 0, pages(4096))
-    for module in (shared, transfer_module):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(shared, "time", SimpleNamespace(monotonic=monotonic))
     transfer.wait()
     assert gate.is_set()
     file.close()

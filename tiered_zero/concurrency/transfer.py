@@ -4,7 +4,6 @@ the first failure."""
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -14,24 +13,9 @@ from typing import Final, NoReturn, final
 
 from tiered_zero.errors import EngineFailedError, StoreError, TieredZeroError
 
-_SLICE_S, _POLL_S = 0.25, 0.005
-"""The longest wait before returning to Python, where signal handlers run (Ctrl-C), and the shortest one."""
-
-_STOPPED_S = 5.0
-"""If a wait looks at the clock this many seconds late, its process was stopped (Ctrl-Z, a machine that slept)."""
-
-
-def wait_in_slices(wait: Callable[[float], bool], left_s: Callable[[float], float]) -> bool:
-    """Call `wait(seconds)` until it returns True; return False once no time is left. `left_s`: computes the seconds
-    left from the time.monotonic() at which the wait began, or at which the process went on after it was stopped."""
-    begun_s = looked_s = time.monotonic()
-    while not wait(min(_SLICE_S, max(_POLL_S, left_s(begun_s)))):
-        before_s, looked_s = looked_s, time.monotonic()
-        if looked_s - before_s > _STOPPED_S:
-            begun_s = looked_s
-        if left_s(begun_s) <= 0.0:
-            return False
-    return True
+STOPPED_S = 5.0
+"""A blocked wait looks at the clock at short intervals. If it looks this many seconds late, its process was stopped
+(Ctrl-Z, a machine that slept), and the wait's timeout does not count that time."""
 
 
 class Transfer(ABC):

@@ -20,7 +20,7 @@ from types import FrameType
 
 import numpy
 
-from tiered_zero.concurrency.transfer import FailureLatch, Transfer, wait_in_slices
+from tiered_zero.concurrency.transfer import STOPPED_S, FailureLatch, Transfer
 from tiered_zero.errors import TransferError
 from tiered_zero.sizes import GIB, MIB, PAGE_NBYTES, align_up, format_nbytes
 from tiered_zero.system import Descriptor, opened
@@ -188,6 +188,12 @@ def memory_address(view: memoryview) -> int:
 
 # -- the engine --------------------------------------------------------------------------------------------------------
 
+_SLICE_S = 0.25
+"""The longest wait before returning to Python, where signal handlers run (Ctrl-C) and stalls are noticed."""
+
+_POLL_S = 0.005
+"""The shortest wait for a request that seems to hang, since it may be about to complete."""
+
 
 class File:
     """An open file of an engine. Offsets, lengths and addresses of requests are multiples of `alignment`: 1 for a
@@ -278,8 +284,13 @@ class IOTransfer(Transfer):
 
     def wait(self) -> None:
         self.engine.check_process(self.request.path)
-        if not wait_in_slices(self.finished_within, self._patience_s):
-            raise self.engine.stall(self)
+        begun_s = looked_s = time.monotonic()
+        while not self.finished_within(min(_SLICE_S, max(_POLL_S, self._patience_s(begun_s)))):
+            before_s, looked_s = looked_s, time.monotonic()
+            if looked_s - before_s > STOPPED_S:
+                begun_s = looked_s  # this process was stopped, and the workers with it
+            if self._patience_s(begun_s) <= 0.0:
+                raise self.engine.stall(self)
         if self.error is not None:
             raise self.error
 

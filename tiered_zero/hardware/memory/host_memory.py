@@ -18,7 +18,7 @@ from typing import final
 
 import torch
 
-from tiered_zero.concurrency.transfer import wait_in_slices
+from tiered_zero.concurrency.transfer import STOPPED_S
 from tiered_zero.errors import BudgetError
 from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.hardware.probe import near_cpus
@@ -172,6 +172,9 @@ class HostArena:
 
 logger = logging.getLogger("tiered_zero")
 
+_SLICE_S = 1.0
+"""Seconds between two looks at the clock during a blocked wait."""
+
 
 @final
 class Lease:
@@ -256,12 +259,17 @@ class StagingPool:
             return lease
 
     def _wait_free(self) -> bool:
-        """Wait until a buffer is free or the pool is closed, at most `timeout_s`. Return False after this time. The
-        caller holds the lock."""
-        return wait_in_slices(
-            lambda seconds: bool(self._changed.wait_for(lambda: self.num_free or self._closed, seconds)),
-            lambda begun_s: begun_s + self._timeout_s - time.monotonic(),
-        )
+        """Wait until a buffer is free or the pool is closed, at most `timeout_s`. Return False after this time. Time in
+        which the process was stopped does not count. The caller holds the lock."""
+        looked_s = time.monotonic()
+        until_s = looked_s + self._timeout_s
+        while (left_s := until_s - looked_s) > 0:
+            if self._changed.wait_for(lambda: self.num_free or self._closed, min(left_s, _SLICE_S)):
+                return True
+            before_s, looked_s = looked_s, time.monotonic()
+            if looked_s - before_s > STOPPED_S:
+                until_s += looked_s - before_s
+        return bool(self.num_free or self._closed)
 
     def holders(self) -> list[tuple[str, float]]:
         """Return (holder, age of the lease in seconds) of each leased buffer, oldest first."""
