@@ -12,7 +12,7 @@ from torch import nn
 import tiered_zero
 from tests.support.walks import Walk, host_config, over, record
 
-MOST = {"save": (680, 33), "load": (860, 37)}
+MOST = {"save": (677, 33), "load": (844, 37)}
 """(calls, files)"""
 MOST_LOAD_RETURNS = 3
 
