@@ -269,9 +269,9 @@ def _arrays(kinds: Iterable[str]) -> dict[str, bool]:
 
 
 class Target(NamedTuple):
-    """A request to fill memory with elements of the tensor `key`, from element `start` on. `values`: the memory, 1-D,
-    of any dtype and device. `order`: the order of the elements in it: the dimensions from the slowest to the fastest;
-    None: row-major."""
+    """A request to fill memory with elements of the tensor `key`. `values`: the memory, 1-D, of any dtype and device.
+    `order`: the order in which `values` lays out the elements: the tensor's dimensions, slowest first; None: row-major.
+    `start`: the first element, counted in this order."""
 
     key: str
     start: int

@@ -75,11 +75,11 @@ def look_at_drives(needs: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]
 
 
 def fill_drives(needs: Sequence[dict[str, Any]], disks: Sequence[Disk]) -> list[dict[str, Any]]:
-    """Return a row for each of `disks`, which the user has described. The rows are like those that `look_at_drives`
-    returns for file systems. `needs`: rows of `directory_needs`.
+    """Spread the bytes of swap directories over `disks`, which the user has described. Return a row for each disk, with
+    the keys of `look_at_drives`: its room, the bytes that it gets, its wear. `needs`: rows of `directory_needs`.
 
-    If there are as many disks as directories, disk i gets the bytes of the directory in row i of `needs`. Otherwise the
-    disks share all bytes evenly, like directories of one `nvme_path`."""
+    If there are as many disks as directories, disk i gets the bytes of directory i. Otherwise every disk gets an equal
+    share of all bytes."""
     rows = []
     for index, disk in enumerate(disks):
         own, shares = (needs[index : index + 1], 1) if len(disks) == len(needs) else (needs, len(disks))

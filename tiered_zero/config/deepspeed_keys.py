@@ -123,8 +123,8 @@ def _refused(path: str, why: str, *allowed: Any) -> Key:
 
 
 def _refused_sections(why: str, *names: str, on: bool = False) -> list[Key]:
-    """Return the keys of the refused sections `names`. `on`: whether a section is on as soon as the config has it;
-    False: only with `enabled` true in it."""
+    """Return a key for each of the sections `names`, which are refused for the reason `why`. `on`: True: the config
+    must not have the section; False: the section must not have `enabled` true."""
     return [Key(path=name, fate=Fate.REFUSED, why=why, default={} if on else {"enabled": False}) for name in names]
 
 

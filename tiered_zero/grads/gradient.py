@@ -691,8 +691,8 @@ class InFlightGradients:
         return next(batch for batch in reversed(self._batches) if batch.gradients is oldest.gradients)
 
     def _free(self, num_kept: int, allowed_nbytes: int) -> None:
-        """Free the oldest transferred batches until at most `num_kept` batches, and at most `allowed_nbytes` bytes, are
-        left."""
+        """Free batches whose transfers have ended, oldest first, until at most `num_kept` of them, and at most
+        `allowed_nbytes` of their bytes, are left. Does not wait."""
         while len(self._transferred) > num_kept or (self._transferred and self._transferred_nbytes > allowed_nbytes):
             freed = self._transferred.popleft()
             freed.arrivals.clear()

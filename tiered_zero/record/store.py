@@ -561,8 +561,8 @@ class RecordTable:
             return len(self._find(record).record.offsets)
 
     def kept(self, record: Record, start: int, end: int) -> list[Range]:
-        """Return the ranges of the last commit that a write of the bytes `[start, end)` would overwrite. Only a record
-        with a single slot has such ranges."""
+        """Return the committed ranges of the record in `[start, end)`, if a write would overwrite them: if the record
+        has one place on disk. With two places, return []."""
         with self._lock:
             state = self._find(record)
             if not state.record.committed or len(state.record.offsets) > 1 or state.durable is None:

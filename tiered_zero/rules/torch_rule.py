@@ -386,7 +386,8 @@ class TorchRule(UpdateRule):
         return scalars or {_INITIALIZED: True}
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> State:
-        """Copy `scalars`, and convert a step count from the native rules, a float, to torch's form, a tensor."""
+        """Return a copy of `scalars`. A step count that is a float, as the native rules have it, becomes a tensor, as
+        torch has it."""
         own = dict(scalars)
         if isinstance(own.get("step"), float):
             own["step"] = torch.tensor(own["step"], dtype=torch.float32)

@@ -202,7 +202,8 @@ class StateView:
 
     @property
     def need_params(self) -> bool:
-        """Whether masters are computed from the parameters and stored bits. Reads of masters then need parameters."""
+        """Whether the slots store only the bits of a master that its 16-bit parameter lacks. To read a master, one then
+        needs the parameter too."""
         return any(layout.masters.needs_params for layout in self.layouts)
 
     def cuts(self, unit: Unit) -> list[int]:

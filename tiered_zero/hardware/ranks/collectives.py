@@ -308,13 +308,13 @@ def agree(
     """Run `act` on every rank, and return all ranks' results in rank order. Driver thread, on all ranks at the same
     time; blocks until the slowest rank has ended. With one rank it returns `[act()]`.
 
-    If `act` raises on one rank, that rank raises the error, and the other ranks raise an error of the same class that
-    names the rank: all ranks fail together, and the run can go on. An `act` that makes collectives and fails between
-    them must call `ranks.fail`, because the other ranks wait in a collective.
+    If `act` raises on one rank, that rank raises its error. Each other rank raises an error of the same class, whose
+    text names the failed rank. So all ranks fail together, and the run can go on. An `act` that makes collectives and
+    fails between them must call `ranks.fail`, because the other ranks wait in a collective.
 
-    `call`: names the act in errors. `encode`, `decode`: convert a result to JSON and back. Raises RankError if another
-    rank makes another `call`, fails or does not answer. If `act` has failed here, too, its error is the cause of the
-    RankError."""
+    `call`: names the act in errors. `encode`, `decode`: convert a result to JSON and back. Raises RankError if the
+    ranks cannot compare their results, because another rank makes a different `call`, has called `ranks.fail`, or does
+    not answer. If `act` also raised on this rank, its error is the `__cause__` of the RankError."""
     if ranks.world_size == 1:
         return [act()]
     failure: Exception | None = None
