@@ -1,4 +1,4 @@
-"""Wrap the operating system: descriptors, anonymous memory, this process and its control groups.
+"""Wrap the operating system: file descriptors, anonymous memory, forks, and the control groups of this process.
 
 Promise: a descriptor is closed exactly once, at the latest when its object is collected. A forked child, which has the
 memory of its parent's objects but not their threads, can find out that it is a child. Control groups are read because

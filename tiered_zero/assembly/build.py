@@ -23,12 +23,12 @@ from tiered_zero.checkpoint.in_place import AdoptedValues, Commits, DurableCopie
 from tiered_zero.checkpoint.index import RunState
 from tiered_zero.checkpoint.save import written_by
 from tiered_zero.concurrency.interrupts import Teardown, once
-from tiered_zero.config.schema import Config
+from tiered_zero.config.schema import Config, SchedulerSection
 from tiered_zero.data import TrainingLoader
 from tiered_zero.engine.engine import Engine
 from tiered_zero.engine.entry import EngineParts, ModelParameters, Movers
 from tiered_zero.engine.train_step import TrainStep
-from tiered_zero.errors import PlanError, add_note
+from tiered_zero.errors import ConfigError, PlanError, add_note
 from tiered_zero.grads.check import GradNorm, OverflowGuard
 from tiered_zero.grads.gradient import InFlightGradients, UnitGradients
 from tiered_zero.grads.reduce import GradientReducer, Reduction
@@ -42,6 +42,7 @@ from tiered_zero.native.update import num_kernel_threads
 from tiered_zero.plan.placement import BUFFERS
 from tiered_zero.plan.planner import Plan
 from tiered_zero.plan.request import PlanRequest
+from tiered_zero.rules.lr import build_scheduler
 from tiered_zero.rules.native_rules import open_kernel
 from tiered_zero.system import processor_name
 from tiered_zero.telemetry.monitors import Monitors, Open, StepLog, csv_in, tensorboard_in, wandb_of
@@ -55,7 +56,7 @@ from tiered_zero.unit.hooks import ModuleHooks
 from tiered_zero.unit.materialize import Materializer, UnitPlacer, materialize_model
 from tiered_zero.unit.offloaded import OffloadedParams
 from tiered_zero.unit.pager import Pager, WholeWeights
-from tiered_zero.update.handle import ParamGroupWatch, TieredOptimizer, make_scheduler, restored_on_error
+from tiered_zero.update.handle import ParamGroupWatch, TieredOptimizer, restored_on_error
 from tiered_zero.update.pipeline import UpdatePipeline
 from tiered_zero.update.policy import (
     BarrierPolicy,
@@ -86,7 +87,7 @@ def build(
         logger.warning("%s", line)
     with restored_on_error(run_spec.source.param_groups), Teardown(SHUTDOWN) as resources:
         handle = TieredOptimizer(run_spec.source) if run_spec.trains else None
-        scheduler = make_scheduler(lr_scheduler, run_spec.config.scheduler, handle)
+        scheduler = _make_scheduler(lr_scheduler, run_spec.config.scheduler, handle)
         runtime = _open_runtime(run_spec, collectives, resources)
         _announce(run_spec, source.warnings, collectives)
         observers = _make_observers(run_spec, runtime, resources)  # a file that cannot be made costs no model
@@ -203,6 +204,26 @@ def _open_runtime(run_spec: RunSpec, collectives: Collectives, resources: Teardo
     for lane in ("fetch", "reduce", "update", *(["activations"] if plan.activations is not None else [])):
         accelerator.lane(lane)  # a thread that cannot be started fails here, not in mid-run
     return runtime
+
+
+def _make_scheduler(given: Any, section: SchedulerSection | None, handle: TieredOptimizer | None) -> Any:
+    """Return the learning rate scheduler of the run; None if there is none, or if the run does not train (`handle` is
+    None). `given`: the user's scheduler, or a callable that makes one from the optimizer; it is used instead of
+    `section`. None: make the scheduler that `section`, a part of the config, describes. Raises ConfigError."""
+    if handle is None:
+        if given is not None:
+            raise ConfigError(
+                "lr_scheduler needs an optimizer, and there is none. Pass one to initialize(optimizer=...), or leave "
+                "lr_scheduler out to evaluate."
+            )
+        return None
+    if given is None:
+        return build_scheduler(section, handle) if section else None
+    scheduler = given(handle) if callable(given) else given
+    handle.check_scheduler(scheduler)
+    if section is not None:
+        logger.warning("config: scheduler %s is not used, for initialize() was given an lr_scheduler", section.type)
+    return scheduler
 
 
 def _place_model(

@@ -1,4 +1,4 @@
-"""Define what commands share: options, log lines and progress on stderr, tables and JSON on stdout."""
+"""Define what commands share: options and their values, log lines and progress on stderr, tables and JSON on stdout."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Load a file or a dict as a `Config`: read JSON with comments and trailing commas, rename keys, apply their fates
-(deepspeed_keys.py), resolve "auto", validate."""
+(deepspeed_keys.py), resolve "auto", check the arguments of optimizer and scheduler, validate."""
 
 from __future__ import annotations
 

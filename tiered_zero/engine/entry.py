@@ -1,6 +1,6 @@
-"""Begin and end the calls of an engine. Refuse calls from other threads and from hooks, and models with replaced
-parameters. Follow a `loss.backward()` that the user calls without the engine. Count steps. Handle every failed call in
-one place. End a run that the user does not close."""
+"""Begin, end and abort the calls of an engine, count its steps, and follow a `loss.backward()` past the engine. Refuse
+calls from other threads and from hooks, and models with replaced parameters. Handle every failed call in one place. End
+a run that the user does not close."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Receive gradients from autograd's hooks and pass them to the store."""
+"""Receive each gradient that autograd has completed, let the user's hooks run, and pass it to the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bring gradients from the device to their home, hold them there, and give users tensors for `param.grad`.
+"""Bring the gradients of each unit to their home, hold them there, and make the tensors that `param.grad` shows.
 
 [Note: Waits for gradients]
 Copies start as gradients come. The host waits for a whole unit at a time: the lane's stream is in order, so waiting for

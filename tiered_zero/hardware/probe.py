@@ -1,4 +1,6 @@
-"""Read facts about the machine, without changing anything. The functions work without /proc or cgroups, too."""
+"""Read facts about the machine, such as free memory, processors and NUMA nodes, without changing anything.
+
+The functions work without /proc or cgroups, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Render the record of a run as one HTML page, without scripts or network access, in light or dark colours."""
+"""Render the record of a run as one HTML page of figures, tables and charts, without scripts or network access, in
+light or dark colours."""
 
 from __future__ import annotations
 

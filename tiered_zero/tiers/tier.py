@@ -1,5 +1,5 @@
-"""Define where bytes rest: the interface of a tier; the two tiers in memory, device and host; the table of homes, which
-says what rests where; and a unit's update, which the next fetch from the unit's home waits for.
+"""Define where bytes rest: the interface of a tier; the two tiers in memory, device and host; the inventory, a
+table of homes; and a unit's update, which the next fetch from the unit's home waits for.
 
 `read_slot`, `write_slot` and `leased_slot` copy plain CPU tensors from and to slots, for initial values, state_dict and
 changes by user code. They are slow, because they block."""

@@ -1,4 +1,4 @@
-"""Hook a model to the pager: the only file that registers hooks on modules.
+"""Hook a model to the pager: the only file that registers hooks, on modules, `state_dict()` and gradients.
 
 Nothing here computes. Hooks call `TrainStep` when a forward begins or ends; see [Note: Entry points] in the package.
 """

@@ -20,9 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from tiered_zero.concurrency.interrupts import hold_interrupts
-from tiered_zero.config.schema import SchedulerSection
 from tiered_zero.errors import ConfigError, ModelError
-from tiered_zero.rules.lr import build_scheduler
 from tiered_zero.rules.torch_rule import bare_copy
 from tiered_zero.update.policy import UpdatePolicy
 from tiered_zero.update.state_view import ParamState, StateView
@@ -574,23 +572,3 @@ def _redirected(name: str, owner: weakref.ref[TieredOptimizer]) -> Callable[...,
 
     call._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers need not wrap it to see its steps
     return call
-
-
-def make_scheduler(given: Any, section: SchedulerSection | None, handle: TieredOptimizer | None) -> Any:
-    """Return the learning rate scheduler of the run; None if there is none, or if the run does not train (`handle` is
-    None). `given`: the user's scheduler, or a callable that makes one from the optimizer; it is used instead of
-    `section`. None: make the scheduler that `section`, a part of the config, describes. Raises ConfigError."""
-    if handle is None:
-        if given is not None:
-            raise ConfigError(
-                "lr_scheduler needs an optimizer, and there is none. Pass one to initialize(optimizer=...), or leave "
-                "lr_scheduler out to evaluate."
-            )
-        return None
-    if given is None:
-        return build_scheduler(section, handle) if section else None
-    scheduler = given(handle) if callable(given) else given
-    handle.check_scheduler(scheduler)
-    if section is not None:
-        logger.warning("config: scheduler %s is not used, for initialize() was given an lr_scheduler", section.type)
-    return scheduler

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tiered_zero.concurrency.transfer import Transfer
+from tiered_zero.errors import EngineFailedError
 from tiered_zero.hardware.device.accelerator import CpuAccelerator, DelayInjector, LaneTransfer, copy_bytes
 
 
@@ -120,6 +121,18 @@ def test_an_error_that_nobody_collected_is_logged_once_at_close(caplog):
     [record] = caplog.records
     assert record.levelno == logging.ERROR
     assert "fetch" in record.getMessage() and "the disk is gone" in caplog.text
+
+
+def test_the_error_of_an_engine_that_has_failed_is_not_logged_again(caplog):
+    """Ctrl-C inside an update fails the job that waits for it, and the engine has said so."""
+
+    def refuse():
+        raise EngineFailedError("step() has failed")
+
+    accelerator = CpuAccelerator()
+    accelerator.lane("update").submit(refuse)
+    accelerator.close()
+    assert not caplog.records
 
 
 def test_a_collected_error_is_not_logged(caplog):

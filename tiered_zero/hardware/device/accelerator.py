@@ -45,7 +45,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tiered_zero.concurrency.transfer import COMPLETED, Transfer
-from tiered_zero.errors import InternalError, PlanError
+from tiered_zero.errors import EngineFailedError, InternalError, PlanError
 from tiered_zero.hardware.memory.huge_pages import HugePagePool, PageRange
 from tiered_zero.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES, align_up
 from tiered_zero.telemetry.spans import Recorder
@@ -246,14 +246,15 @@ class Lane:
         return LaneTransfer(marker, failure)
 
     def close(self) -> None:
-        """Finish queued jobs and stop the thread. Log the errors that no wait has raised. Idempotent."""
+        """Finish queued jobs and stop the thread. Log the errors that no wait has raised, except
+        EngineFailedError, whose cause was reported before. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True
                 self._queue.put(None)
         self._thread.join()
         for failure in self._failures:
-            if not failure.collected:
+            if not failure.collected and not isinstance(failure.error, EngineFailedError):  # its cause was reported
                 failure.collected = True
                 exc_info = (type(failure.error), failure.error, failure.traceback)
                 logger.error("a job on lane %s failed and was not waited for", self.name, exc_info=exc_info)
