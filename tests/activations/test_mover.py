@@ -134,16 +134,6 @@ def test_views_of_one_storage_move_once(engine: tiered_zero.Engine) -> None:
     assert free_nbytes(engine) == 1 << 20
 
 
-def test_what_a_gathered_block_saves_moves_too(engine: tiered_zero.Engine) -> None:
-    x = rows().requires_grad_()
-    with tiered_zero.gathered(engine.module):
-        penalty = x.exp().sum()
-    assert activations(engine).take_counts()["num_moved"] == 1
-    penalty.backward()  # type: ignore[no-untyped-call]
-    assert x.grad is not None and torch.equal(x.grad, rows().exp())
-    assert_goes_on_as_plain(engine)
-
-
 def test_parts_of_a_storage_that_are_written_one_by_one_keep_their_values(engine: tiered_zero.Engine) -> None:
     """`.data` gives each a version counter of its own, and all are at the same version."""
     slopes = []

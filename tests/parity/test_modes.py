@@ -166,13 +166,7 @@ def test_a_default_device_of_the_users_is_not_the_engines(swap_path):
     assert_parity(ParityGPT, script, swap_path, clipping=0.5)
 
 
-def in_gathered(engine, x):
-    with tiered_zero.gathered(engine.module):
-        return (x * next(engine.module.parameters()).sum()).sum()
-
-
 REFUSED = {
-    "gathered in grad": lambda engine: torch.func.grad(lambda x: in_gathered(engine, x))(X),
     "grad in forward": lambda engine: engine(X),
     "grad over the engine": lambda engine: torch.func.grad(engine)(X),
     "grad over the module": lambda engine: torch.func.grad(engine.module)(X),

@@ -271,21 +271,6 @@ def test_gathered_nests_and_spans_a_forward(swap_path):
     assert not plain.weight.any()
 
 
-def test_a_call_that_fails_inside_gathered_leaves_the_programs_hooks(swap_path):
-    packed = []
-    with tiered(build(), swap_path, make_optimizer=adamw) as engine:
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(tensor) or tensor, lambda x: x):
-            with tiered_zero.gathered(engine.module):
-                with pytest.raises(TypeError):
-                    engine(torch.ones(1))
-                engine(*batch(0))
-            packed.clear()
-            torch.ones(2, requires_grad=True).exp()
-        assert len(packed) == 1
-        torch.ones(2, requires_grad=True).exp()
-        assert len(packed) == 1
-
-
 def test_weights_from_any_placement_load_into_any_other(swap_path):
     """Eight steps with a move in the middle: weights carry over exactly; (optimizer state is a checkpoint's affair)."""
     weights = None

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from tiered_zero.concurrency.interrupts import hold_interrupts
 from tiered_zero.errors import ModelError, add_note
 from tiered_zero.hardware.device.accelerator import runs_outside_modes
 from tiered_zero.unit.guard import handler_of
 from tiered_zero.unit.pager import Pager
+from tiered_zero.unit.saved_views import Saved, SavedViews
 from tiered_zero.unit.unit import PagedUnit
 
 _LOST = (
@@ -41,14 +44,11 @@ def gathered(
         params = list(target.parameters())
     else:
         params = [target] if isinstance(target, nn.Parameter) else list(target)
-    pagers = {pager for param in params if (pager := paged_by(param)) is not None}
-    with gather(params, modify, modifier_rank), ExitStack() as stack:
-        for pager in pagers:
-            stack.callback(pager.saved_views.end, pager.saved_views.begin())
+    with gather(params, modify, modifier_rank), _saving_views(params):
         try:
             yield
         except BaseException as error:
-            if modify and pagers:
+            if modify and any(paged_by(param) is not None for param in params):
                 add_note(error, _LOST)
             raise
 
@@ -57,6 +57,25 @@ def paged_by(param: nn.Parameter) -> Pager | None:
     """Return the pager of the open engine that pages the parameter; None if there is no such engine."""
     handler = handler_of(param)
     return handler if isinstance(handler, Pager) else None
+
+
+def _saving_views(params: Iterable[nn.Parameter]) -> AbstractContextManager[object]:
+    """Return a context in which autograd saves views of the units of `params` by name, not by address. The units may
+    belong to several engines."""
+    found = {id(pager): pager.saved_views for param in params if (pager := paged_by(param)) is not None}
+    return saved_tensors_hooks(partial(_pack, list(found.values())), _unpack) if found else nullcontext()
+
+
+def _pack(engines: Sequence[SavedViews], tensor: torch.Tensor) -> tuple[SavedViews, Saved]:
+    for views in engines:
+        if not isinstance(saved := views.pack(tensor), tuple):
+            break
+    return views, saved
+
+
+def _unpack(found: tuple[SavedViews, Saved]) -> torch.Tensor:
+    views, saved = found
+    return views.unpack(saved)
 
 
 @contextmanager
