@@ -130,6 +130,11 @@ def same(left: Any, right: Any) -> bool:
     return left is right or bool(left == right) or (isinstance(left, float) and left != left and right != right)
 
 
+def cloned(scalars: Mapping[str, Any]) -> State:
+    """Return a copy of a mapping, with its tensors copied too."""
+    return {name: v.detach().clone() if isinstance(v, torch.Tensor) else v for name, v in scalars.items()}
+
+
 def cloned_all(scalars: Sequence[Mapping[str, Any]]) -> list[State]:
     """Return copies of many mappings and of the tensors in them, with one launch per device and dtype."""
     copies, pairs = [dict(each) for each in scalars], defaultdict(list)
@@ -349,7 +354,7 @@ class TorchRule(UpdateRule):
         return {} if self._construct is None else self._first_state(torch.zeros(shape, requires_grad=True), hyper)
 
     def export_state(self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> State:
-        return self._state_of(state, copied(dict(scalars))) if scalars else {}
+        return self._state_of(state, cloned(scalars)) if scalars else {}
 
     def check_state(self, values: Mapping[str, Any], shape: tuple[int, ...], hyper: Mapping[str, Any]) -> None:
         fields, values = {found.name: found for found in self.state_fields(shape, hyper)}, flattened(values)
@@ -399,7 +404,7 @@ class TorchRule(UpdateRule):
         leaf = example_leaf(torch.zeros(1))
         try:
             with dry_steps():
-                advance(bare_copy(self._optimizer), [leaf], hyper, [copied(state)])
+                advance(bare_copy(self._optimizer), [leaf], hyper, [cloned(state)])
         except Exception as error:
             raise ModelError(
                 f"{self.name} cannot go on from state with {sorted(state) or 'nothing'} alone; it raised "
@@ -446,7 +451,7 @@ class TorchRule(UpdateRule):
         """Copy the results of a step, the parameter `leaf` and the state `after`, to the arrays of `run`; the caller
         writes `Run.out`."""
         arrays, scalars = self._split(after)
-        run.scalars = scalars if type(self._optimizer) in ELEMENTWISE else copied(scalars)  # others may keep references
+        run.scalars = scalars if type(self._optimizer) in ELEMENTWISE else cloned(scalars)  # others may keep references
         for name, home in run.state.items():
             if name in arrays:
                 self._write_back(name, arrays.pop(name), home)
