@@ -9,6 +9,7 @@ import tiered_zero
 from tests.support.inspection import differences, everything
 from tests.support.models import HIDDEN, ParityGPT, batch, groups, named_weights
 from tests.support.trainers import FAR, SPREAD, Plain, assert_parity, assert_same_bits, follow, tiered, train
+from tiered_zero.errors import ModelError
 
 BF16 = {"bf16": {"enabled": True}}
 
@@ -206,6 +207,19 @@ def test_a_penalty_from_before_a_step_is_refused(swap_path):
         train(engine, batch, 1)
         with pytest.raises(tiered_zero.errors.ModelError, match="have changed since"):
             engine.backward(penalty)
+
+
+def test_a_penalty_after_a_call_that_failed_inside_gathered_is_refused_after_the_step(swap_path):
+    """The failed call drops its step; what the block computes afterwards still saves weights by name."""
+    with tiered(build(), swap_path, make_optimizer=adamw) as engine:
+        weight = engine.module.blocks[1].out.weight
+        with tiered_zero.gathered(weight):
+            with pytest.raises(TypeError, match="targets"):
+                engine(batch(0)[0])
+            penalty = weight.square().sum()
+        train(engine, batch, 1)
+        with pytest.raises(ModelError, match="they have changed since"):
+            penalty.backward()
 
 
 @pytest.mark.parametrize("placement", SPREAD, ids="-".join)

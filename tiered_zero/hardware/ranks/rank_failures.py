@@ -186,7 +186,8 @@ class RankFailures:
     def post_wait(self, what: str, call: CollectiveCall | None) -> None:
         """Post that this rank waits for `what`, so that ranks can find a deadlock; "": that it does not wait. `call`:
         the collective in which the driver thread waits; None: the driver does not wait."""
-        self._driver_waits = call is not None
+        if not THIS_THREAD.is_lane:
+            self._driver_waits = call is not None
         with suppress(Exception):
             if not self._is_store_lost:
                 posted = RankWaits(text=what, call=call, num_calls=dict(self.num_calls))
