@@ -12,8 +12,8 @@ from torch import nn
 import tiered_zero
 from tests.support.walks import Walk, host_config, over, record
 
-MOST = {"save": (677, 33), "load": (844, 37)}
-"""(calls, files)"""
+MOST = {"save": (680, 33), "load": (857, 37)}
+"""(calls, files). A save or load that finds a request of the disk under way makes up to 13 calls more."""
 MOST_LOAD_RETURNS = 3
 
 
