@@ -280,7 +280,7 @@ class TrainStep:
             self.counts.end_backward(self.pager.num_uses)
 
     def end_hold(self) -> None:
-        """Stop holding back KeyboardInterrupt, and raise one that has come meanwhile. Do nothing while an update that
+        """Stop holding back KeyboardInterrupt, and raise one that was held back. Do nothing while an update that
         began in backward waits for its step()."""
         if self.is_closed or not self.policy.is_open:
             self.holds_interrupts = False

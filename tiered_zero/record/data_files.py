@@ -241,7 +241,7 @@ _READ_BLOCKS: Final = IOSettings(block_size=MIB)
 so a late block delays all windows behind it."""
 
 ATTEMPTS: Final = 3
-"""The most times that a commit is verified if its run commits again meanwhile."""
+"""The most times that a commit is verified if its run commits again during the verification."""
 
 
 @final
@@ -516,7 +516,7 @@ def verify_run(
     directories of one store of the run, which may be alive.
 
     `step`: verify the state of this step, committed or prepared (see `SwapStore.recover`); None: the committed state.
-    `metadata`: items that the state must have. If the run commits meanwhile, the bytes may have changed: the
+    `metadata`: items that the state must have. If the run commits during the call, the bytes may have changed: the
     verification starts again, three times at most. Raises StoreError if the run commits each time, the manifest is
     damaged, or a data file is missing or too short."""
     for _ in range(ATTEMPTS):

@@ -257,7 +257,7 @@ def _holding(stand_in: nn.Module, owners: Mapping[str, nn.Module], tensors: Sequ
     """Context manager that puts `tensors` into the stand-in, under the names that they have in the modules `owners`
     (path -> module). At the end of the block the stand-in gets its own tensors back.
 
-    If an initialiser has replaced a buffer of the stand-in meanwhile, the module in `owners` gets the new buffer."""
+    If an initialiser has replaced a buffer of the stand-in, the module in `owners` gets the new buffer."""
     held = {id(tensor) for tensor in tensors}
     slots: list[tuple[Any, Any, str, Any]] = []
     for path, owner in owners.items():

@@ -202,7 +202,7 @@ class CudaAccelerator(StreamAccelerator):
         return torch.cuda.current_stream(self.device)
 
     def _new_event(self) -> torch.Event:
-        """Make an event for which a waiting thread sleeps and leaves its core to the update. A thread that waits for a
+        """Make an event on which a thread waits asleep: its core is free for the update. A thread that waits for a
         torch.Event spins: torch.Event accepts the argument `blocking` but ignores it (c10::EventFlag 2.13 only has
         timing)."""
         return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

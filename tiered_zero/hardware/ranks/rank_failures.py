@@ -284,7 +284,7 @@ class CollectiveTransfer(Completion):
 @final
 class DeviceCollective(LaneTransfer):
     """One collective on a device. Its launch may have to wait for the calls of other ranks; if another rank fails
-    meanwhile, the host's wait for the launch ends with RankError. After the launch, events order later work on the
+    before that, the host's wait for the launch ends with RankError. After the launch, events order later work on the
     device."""
 
     def __init__(self, failures: RankFailures, call: CollectiveCall, what: str) -> None:
