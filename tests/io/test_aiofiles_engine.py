@@ -98,6 +98,8 @@ def test_urgent_reads_are_taken_before_all_that_no_worker_has(
         time.sleep(0.001)
     transfers += [engine.read(file, number * 4096, pages(2 * 4096), urgent=True) for number in (20, 22)]
     transfers.append(engine.read(file, 24 * 4096, pages(4096)))
+    while len(engine._urgent) < 4 or len(engine._others) < 3:  # the loop has taken every request
+        time.sleep(0.001)
     gate.set()
     for transfer in transfers:
         transfer.wait()
