@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
 from dataclasses import replace
@@ -188,3 +189,36 @@ def test_a_disk_for_activations_alone_is_predicted_too(monkeypatch: pytest.Monke
     replace(here, disks=()).save(folder / "machine.json")
     with pytest.raises(ConfigError, match="No seconds are predicted: disks"):
         make_predictor(config, model)(plan)
+
+
+@pytest.mark.parametrize("activations", [None, "cpu", "nvme"])
+@pytest.mark.parametrize("state", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize("params", ["none", "cpu", "nvme"])
+def test_every_placement_is_predicted(params: str, state: str, activations: str | None) -> None:
+    """A run with a report starts only if its step can be predicted."""
+    model, nvme_path = build_gpt(MODEL), "/swap"
+    updates = ("barrier", "overlapped") if state == "none" else ("barrier", "overlapped", "delayed")
+    for update, accumulation, clip in itertools.product(updates, (1, 4), (0.0, 1.0)):
+        own: dict[str, Any] = {"update": update}
+        if activations is not None:
+            own["activations"] = {"device": activations, "nvme_path": nvme_path, "limit": 64 * MIB}
+        config = load(
+            {
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_accumulation_steps": accumulation,
+                "gradient_clipping": clip,
+                "bf16": {"enabled": True},
+                "optimizer": {"type": "AdamW"},
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_param": {"device": params, "nvme_path": nvme_path},
+                    "offload_optimizer": {"device": state, "nvme_path": nvme_path},
+                },
+                "tiered_zero": own,
+            }
+        )
+        sizes = PlannedMachine(device_nbytes=2 * GIB, host_nbytes=4 * GIB)
+        plan = specify_run(config, model, machine=sizes).plan
+        step = make_predictor(config, model, rates())(plan)
+        busiest_s, all_s = max(step.by_resource.values()), sum(step.by_resource.values())
+        assert 0 < busiest_s <= step.seconds * 1.001 and step.seconds <= all_s * 1.001, own
