@@ -90,8 +90,8 @@ def seed_generators(states: RandomStates, seed: int, rank: int = 0) -> None:
 def run_checkpointed(
     function: Callable[..., Any], args: tuple[Any, ...], states: RandomStates, *, reentrant: bool
 ) -> Any:
-    """Run `function` with `args` now, and again in backward, from the present states of the generators and of `states`.
-    `reentrant`: which of torch's two kinds of checkpoint runs it."""
+    """Run `function` with `args` now, and again in backward with the same random numbers. `states`: random states that
+    the program keeps by name. `reentrant`: which of torch's two kinds of checkpoint runs it."""
     return checkpoint(_Tracked(function, states), *args, use_reentrant=reentrant)
 
 

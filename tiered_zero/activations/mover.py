@@ -207,7 +207,7 @@ class _Reference:
         self.index, self.step, self._dropped = index, step, dropped
 
     def __del__(self) -> None:
-        """Note that the record can be dropped. Runs at any time and on any thread; the driver thread drops the record
+        """Mark the record as one to drop. Runs at any time and on any thread; the driver thread drops the record
         later."""
         self._dropped.append((self.step, self.index))
 

@@ -260,8 +260,8 @@ def write_weights(
 
 @contextmanager
 def _hidden_directory(directory: Path) -> Iterator[Path]:
-    """Make a hidden directory in `directory`, for files that are renamed from there. Remove it at the end. Before that,
-    remove those that killed processes of this host have left: whether another host's process lives is not known."""
+    """Remove the hidden directories that killed processes of this host have left in `directory`. Then make a new one,
+    in which files are written before they are renamed, and remove it at the end."""
     prefix = f".part-{socket.gethostname()}-"
     for path in directory.iterdir():
         left = re.fullmatch(rf"{re.escape(prefix)}(\d+)-\w+", path.name)

@@ -81,8 +81,8 @@ DISK: Final = {"disk read": "disk", "disk write": "disk"}
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """The work of a step of `accumulation` micro-batches. `tokens`, `forward_flops`: of one micro-batch. `dtype`:
-    "bf16", "fp16" or "fp32". `num_block_elements`: elements of one micro-batch's hidden states, counted in every block;
-    0: not known. `num_logits`: logits of one micro-batch; 0: not known. `num_tensors`: the number of trained
+    "bf16", "fp16" or "fp32". `num_block_elements`: elements of the inputs of all blocks, summed, in one micro-batch; 0:
+    not known. `num_logits`: logits of one micro-batch; 0: not known. `num_tensors`: the number of trained
     parameters. `recomputes`: backward computes each forward again. `activation_nbytes`: the bytes that one micro-batch
     saves on the plan's tier of activations."""
 

@@ -212,7 +212,7 @@ def leaves_of(runs: Sequence[Run]) -> list[torch.Tensor]:
 
 
 def pieces_of(run: Run) -> list[Run]:
-    """Cut an elementwise run into pieces. On the CPU a piece is just large enough that every thread has work and calls
+    """Cut the run of an elementwise rule into shorter runs. On the CPU a piece is just large enough that every thread has work and calls
     cost little; torch's temporaries then stay in the cache. (On one thread, AdamW with pieces of 256 Ki to 512 Ki
     elements takes about half the time of an uncut run.) On a GPU the cuts only limit temporary memory."""
     on_cpu = run.master.device.type == "cpu"

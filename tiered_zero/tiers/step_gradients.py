@@ -345,13 +345,9 @@ class FlatWindows:
             wait_quietly(oldest[1])
 
     def _next_write(self) -> tuple[PagedFlat, Transfer] | None:
-        """Choose the window to free next. Return its flat, and the transfer to wait for before it can be freed. Called
-        under the lock.
-
-        1. If a window is being written: that write.
-        2. If an update will free a kept window: None.
-        3. For the oldest window that is not in use: the copies to it that are under way; without any, a new write.
-        4. If all windows are in use: None."""
+        """Choose the window to free next. Return its flat and the transfer to wait for: its write, which may be started
+        here, or the copies to the window that must end before a write. Return None if all windows are in use, or if
+        the update will free one. Called under the lock."""
         for flat in self._open:
             if flat.writing is not None:
                 return flat, flat.writing

@@ -34,10 +34,10 @@ class Frame:
     """A running module, or the engine's forward: one entry of the pager's stack.
 
     `thread`: the thread that runs the module. `held`: units that stay in use until the module ends, in the pass
-    `pass_name`. `faulted`: units of offloaded parameters with which functions were called in the module. Such a unit
-    may be evicted if room is short and no view of it is held; the next call with its parameters fetches it again.
-    `is_inside_hooks`: whether hooks for saved tensors were set when the module began. `disables_cast_cache`: whether
-    autocast's cache is off while the module runs. [Note: Casts of weights]"""
+    `pass_name`. `faulted`: units that were fetched because the module called a function with one of their offloaded
+    parameters. They may be evicted before the module ends. `is_inside_hooks`: whether hooks for saved tensors were
+    set when the module began. `disables_cast_cache`: whether autocast's cache is off while the module runs (see
+    [Note: Casts of weights])."""
 
     thread: int
     pass_name: str = ""

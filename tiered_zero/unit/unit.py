@@ -143,8 +143,9 @@ class FlatStorage:
         in backward, which then reads its memory without the guard; torch.utils.checkpoint does this with what it has
         recomputed. Only the number of Python references to the parameter shows this. So references are counted before
         the parameter's module runs, and a higher count later means that autograd holds the parameter.
-        A parameter may require a gradient although its unit is not trainable, as in a run that only evaluates. Such a
-        parameter does not count: the hooks get a view of it, and the graph's own node for its gradient refers to it."""
+        References to a parameter that requires a gradient are not compared: its graph adds references of its own, and
+        the hooks get a view of it. (A run that only evaluates may have such parameters in units that are not
+        trainable.)"""
         if self._num_uses > self._num_own_uses:
             return True
         if self.unit.trainable:
