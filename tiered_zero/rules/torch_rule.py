@@ -212,9 +212,9 @@ def leaves_of(runs: Sequence[Run]) -> list[torch.Tensor]:
 
 
 def pieces_of(run: Run) -> list[Run]:
-    """Cut the run of an elementwise rule into shorter runs. On the CPU a piece is just large enough that every thread has work and calls
-    cost little; torch's temporaries then stay in the cache. (On one thread, AdamW with pieces of 256 Ki to 512 Ki
-    elements takes about half the time of an uncut run.) On a GPU the cuts only limit temporary memory."""
+    """Cut the run of an elementwise rule into shorter runs. On the CPU each is just large enough that every thread has
+    work and calls cost little; torch's temporaries then stay in the cache. (On one thread, AdamW with runs of 256 Ki to
+    512 Ki elements takes about half the time of an uncut run.) On a GPU the cuts only limit temporary memory."""
     on_cpu = run.master.device.type == "cpu"
     size = max(_CHUNK_NUMEL, _GRAIN_NUMEL * torch.get_num_threads()) if on_cpu else DEVICE_CHUNK_NUMEL
     return [run.part(start, start + size) for start in range(0, max(1, run.master.numel()), size)]
