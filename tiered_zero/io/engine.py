@@ -1,8 +1,5 @@
-"""Define the base class of the I/O engines, which move aligned bytes to and from files.
-
-It holds what the engines share: open files, transfers, the checks of a request before it starts, the watchdog (which
-finds requests without progress), closing, and the text of every failure. The requests in flight are printed as a table:
-in the error of a request without progress, and on a signal that the program has chosen."""
+"""Define the base class of the I/O engines, which move aligned bytes between files and memory. It opens files, checks
+requests, detects requests without progress, and writes the text of every failure."""
 
 from __future__ import annotations
 
@@ -30,16 +27,10 @@ from tiered_zero.system import Descriptor, opened
 
 @dataclass(frozen=True, kw_only=True)
 class IOSettings:
-    """The `aio` section of the configuration, and what each key does in each engine.
+    """The `aio` section of the configuration. `block_size`: bytes per system call. `queue_depth` x
+    `intra_op_parallelism`: the number of workers, and so of system calls in flight; 32 at most."""
 
-    `block_size`: bytes per system call; aiofiles uses up to 4 neighbouring blocks of a large request, to take the GIL
-    less often. `queue_depth` x `intra_op_parallelism`: the number of workers, and thus of calls in flight at once, in
-    all engines; at most 32, which saturate the fastest array of drives.
-
-    The defaults were measured on a virtio disk of 3.4 GB/s read and 6.6 GB/s written. Without other load, 2 MiB x 8
-    comes within 2..5% of the best of 0.5..4 MiB x 2..16. A training step takes 3..7% less time with 4 MiB x 16, because
-    workers are late for their next block. An urgent read waits for the blocks in flight, at most 64 MiB."""
-
+    # 2 MiB x 8 is within 5% of the best on an idle machine; a training step takes 3..7% less time with 4 MiB x 16
     block_size: int = 4 * MIB
     queue_depth: int = 16
     intra_op_parallelism: int = 1
@@ -51,13 +42,12 @@ class IOSettings:
 
     @property
     def num_workers(self) -> int:
-        return min(max(self.queue_depth * self.intra_op_parallelism, 1), 32)
+        return min(max(self.queue_depth * self.intra_op_parallelism, 1), 32)  # 32 saturate the fastest array of drives
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One requested transfer, for error texts and the in-flight table. `kind`: "read", "write" or "sync". `offset`,
-    `nbytes`: bytes (0 for a sync). `urgent`: only for reads, see `IOEngine.read`."""
+    """A requested transfer, for error texts and the in-flight table. `kind`: "read", "write" or "sync"."""
 
     kind: str
     path: str
@@ -87,14 +77,13 @@ def dump_in_flight(engine: IOEngine) -> str:
 
 
 def watch(engine: IOEngine) -> None:
-    """Show the requests of `engine` in the tables that `dump_on` prints, for as long as the engine exists."""
+    """Include the requests of `engine` in the tables that `dump_on` prints."""
     _watched.add(engine)
 
 
 def dump_on(number: int) -> None:
-    """Print a table of every run's disk requests in flight to stderr each time the process gets the signal `number`,
-    such as `signal.SIGUSR1`; then call the previous handler. Call this in the main thread. Nothing else in the package
-    handles the signal: without this call SIGUSR1 ends a process."""
+    """Print a table of all disk requests in flight to stderr each time the process gets the signal `number`, such as
+    `signal.SIGUSR1`; then call the previous handler. Call this in the main thread."""
 
     def dump(number: int, frame: FrameType | None) -> None:
         for engine in list(_watched):
@@ -145,15 +134,14 @@ def free_text(path: str) -> str:
 
 
 def file_error(act: str, path: str, code: int) -> TransferError:
-    """Return the error of an operation on a file, other than a transfer, that met errno `code`. `act`: the operation,
-    such as "open"."""
+    """Return the error of a file operation that failed with errno `code`. `act`: the operation, such as "open"."""
     text = f"cannot {act} {path}: {errno_text(code)}; {free_text(path)}. {errno_advice(code)}"
     return _with_errno(text, code)
 
 
 def transfer_error(request: Request, at: int, wanted: int, got: int, code: int) -> TransferError:
-    """Return the error of a request. Its block at offset `at` has moved `got` of `wanted` bytes, and then met errno
-    `code`."""
+    """Return the error of a request that failed with errno `code`, after its block at offset `at` had moved `got` of
+    `wanted` bytes."""
     if request.kind == "sync":
         what = f"sync of {request.path} failed"
         advice = "Writes since the last sync may be lost: resume from the last checkpoint."
@@ -174,15 +162,14 @@ def end_of_file_error(request: Request, at: int, wanted: int, got: int, file_nby
 
 
 def _with_errno(text: str, code: int) -> TransferError:
-    """Return an error with `errno`, which programs read. The error has no `filename`, because OSError would then print
-    another text."""
+    """Return a TransferError that has this text and this `errno`."""
     error = TransferError(text)
-    error.errno = code
+    error.errno = code  # without `filename`: OSError would then print another text
     return error
 
 
 def memory_address(view: memoryview) -> int:
-    """Return the address of a contiguous view's memory. It is valid while the view lives."""
+    """Return the address of a contiguous view's memory."""
     return int(numpy.asarray(view).__array_interface__["data"][0])
 
 
@@ -196,9 +183,8 @@ _POLL_S = 0.005
 
 
 class File:
-    """An open file of an engine. Offsets, lengths and addresses of requests are multiples of `alignment`: 1 for a
-    buffered file, 512 or 4096 for O_DIRECT. `drain`: waits until none of the file's requests is in flight, and returns
-    False if some are stuck."""
+    """An open file of an engine. Offsets, lengths and memory addresses of its requests are multiples of `alignment`.
+    `drain`: waits until no request of the file is in flight; returns False if one is stuck."""
 
     def __init__(
         self, path: str, fd: Descriptor, *, alignment: int, direct: bool, drain: Callable[[File], bool]
@@ -217,11 +203,11 @@ class File:
             raise file_error(act, self.path, error.errno or errno.EIO) from error
 
     def _fallocate(self, nbytes: int) -> bool:
-        """Allocate blocks up to `nbytes`. Return False if the file system cannot do this. glibc then tries to do it by
-        writing, which fails on a file opened with O_DIRECT."""
+        """Allocate blocks up to `nbytes`. Return False if the file system cannot do this."""
         try:
             os.posix_fallocate(self.fd, 0, nbytes)
         except OSError as error:
+            # glibc then writes instead, which fails on a file opened with O_DIRECT
             if error.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENODEV):
                 return False
             raise
@@ -241,9 +227,9 @@ class File:
         self.drop_pages(0, 0)
 
     def drop_pages(self, offset: int, nbytes: int) -> None:
-        """Ask the system to write out and drop pages of a buffered file, because the plan of host memory does not count
-        them. `nbytes`: 0 means up to the end of the file."""
-        if not self.direct:
+        """Ask the kernel to write out and drop cached pages of a buffered file. `nbytes`: 0 means up to the end of the
+        file."""
+        if not self.direct:  # the plan of host memory does not count these pages
             with contextlib.suppress(OSError):  # advice only
                 os.posix_fadvise(self.fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
@@ -251,16 +237,16 @@ class File:
         return os.fstat(self.fd).st_size
 
     def close(self) -> None:
-        """Close the file. Idempotent. If a request is stuck, its descriptor stays open: otherwise a late write would go
-        to the next file that gets the descriptor's number."""
+        """Close the file. Idempotent. If a request is stuck, the file's descriptor stays open."""
+        # with a request stuck, a late write would go to the next file that gets the descriptor's number
         if self.fd >= 0 and self._drain(self):
             self._descriptor.close()
         self.fd = -1
 
 
 class IOTransfer(Transfer):
-    """One request of an engine, of any size. The engine owns the request's memory from submission until `done()`.
-    `wait` raises TransferError if the request fails, or makes no progress for `io_timeout_s`."""
+    """One request of an engine. The engine owns the request's memory until `done()`. `wait` raises TransferError if the
+    request fails, or makes no progress for `io_timeout_s`."""
 
     def __init__(self, engine: IOEngine, file: File, request: Request) -> None:
         self.engine, self.file, self.request = engine, file, request
@@ -279,8 +265,7 @@ class IOTransfer(Transfer):
 
     @abstractmethod
     def progressed_s(self) -> float:
-        """Return the time.monotonic() of the last progress: the request's own, or the engine's while the request is
-        queued."""
+        """Return the time.monotonic() of the request's last progress, or of the engine's if the request is queued."""
 
     def wait(self) -> None:
         self.engine.check_process(self.request.path)
@@ -295,18 +280,15 @@ class IOTransfer(Transfer):
             raise self.error
 
     def _patience_s(self, begun_s: float) -> float:
-        """Return the seconds for which the request may still go on without progress; 0 or less if they are over.
-
-        `begun_s`: the time at which the wait began. The seconds count from the request's last progress or from
-        `begun_s`, whichever is later. Once a request of the engine has stalled, they count from the last progress
-        alone: if many requests hang, only the first wait takes the whole timeout."""
+        """Return the seconds that the request may still take without progress. `begun_s`: when the wait began."""
+        # once a request has stalled only progress matters: if many hang, only the first wait takes the whole timeout
         since_s = self.progressed_s() if self.engine.has_stalled else max(begun_s, self.progressed_s())
         return since_s + self.engine.io_timeout_s - time.monotonic()
 
 
 class IOEngine(ABC):
-    """Moves bytes between files and caller-owned memory, asynchronously. The first failure latches the engine: every
-    later submission raises that failure again. Any thread may submit requests, but not across a fork."""
+    """Moves bytes between files and caller-owned memory, asynchronously. Any thread may submit requests, but not a
+    forked child. The first failure latches the engine: every later submission raises that failure again."""
 
     name: str
 
@@ -324,7 +306,7 @@ class IOEngine(ABC):
         self._unfinished: dict[IOTransfer, None] = {}
 
     def open(self, path: str, *, create: bool = False, writable: bool = True) -> File:
-        """Open (or create, mode 0600, O_EXCL|O_NOFOLLOW) a data file. Raises TransferError."""
+        """Open a data file. `create`: make the file, mode 0600; it must not exist. Raises TransferError."""
         flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NOFOLLOW
         flags |= os.O_CREAT | os.O_EXCL if create else 0
         flags |= os.O_DIRECT if self.direct else 0
@@ -335,11 +317,8 @@ class IOEngine(ABC):
         return File(path, fd, alignment=self.alignment, direct=self.direct, drain=self._drain)
 
     def read(self, file: File, offset: int, into: memoryview, *, urgent: bool = False) -> IOTransfer:
-        """Start to read from `offset` on, until `into` is full.
-
-        `urgent`: a thread waits for this read. Workers take its blocks before the blocks of requests that are not
-        urgent, but first end the blocks that they have begun. While there are urgent reads, all other requests wait:
-        the caller must limit the number of urgent reads."""
+        """Start to read from `offset` on, until `into` is full. `urgent`: workers take this read first, and all other
+        requests wait. The caller must limit the number of urgent reads."""
         if into.readonly:
             raise TransferError(f"read at offset {offset} of {file.path}: the memory to read into is read-only")
         return self._submit("read", file, offset, into, urgent)
@@ -348,8 +327,7 @@ class IOEngine(ABC):
         return self._submit("write", file, offset, data)
 
     def sync(self, file: File) -> IOTransfer:
-        """Start an fdatasync after all writes submitted before it. A failure latches the engine; the sync is never
-        retried."""
+        """Start an fdatasync of the file, after the end of all writes to it that were submitted before."""
         return self._submit("sync", file, 0, memoryview(b""))
 
     def in_flight(self) -> list[tuple[Request, float]]:
@@ -362,8 +340,7 @@ class IOEngine(ABC):
         ]
 
     def drain(self) -> None:
-        """Wait until all requests that were submitted before this call are complete. Does not wait for stuck
-        requests."""
+        """Wait until each request submitted before this call is complete or stuck."""
         self._drain()
 
     def close(self) -> None:
@@ -376,8 +353,7 @@ class IOEngine(ABC):
             self._stopped = True
 
     def stall(self, transfer: IOTransfer) -> TransferError:
-        """Return the error of a request without progress, and latch the engine: the disk may still write to the
-        request's memory."""
+        """Latch the engine, and return the error of a request without progress."""
         request = transfer.request
         error = TransferError(
             f"{request.kind} of {request.nbytes} bytes at offset {request.offset} of {request.path} made no progress "
@@ -385,7 +361,7 @@ class IOEngine(ABC):
             f"raise the limit if it is merely slow.\n{dump_in_flight(self)}"
         )
         self.has_stalled = True
-        self.latch.set(error)
+        self.latch.set(error)  # the disk may still write to the request's memory
         return error
 
     def check_process(self, path: str) -> None:
@@ -395,7 +371,7 @@ class IOEngine(ABC):
 
     @abstractmethod
     def _start(self, file: File, request: Request, view: memoryview) -> IOTransfer:
-        """Pass a request that has passed all checks to the workers, and add its transfer to `_unfinished`."""
+        """Give a checked request to the workers, and add its transfer to `_unfinished`."""
 
     @abstractmethod
     def _stop(self, idle: bool) -> None:
@@ -416,13 +392,13 @@ class IOEngine(ABC):
         self.check_process(file.path)
 
     def _drain(self, file: File | None = None) -> bool:
-        """Wait until no request of `file` is in flight; None: no request of any file. Once a request has stalled, do
-        not wait, but only look. Return False if a request is still in flight."""
+        """Wait until no request of `file` is in flight; None: no request of any file. Return False if one is stuck."""
         if self._pid != os.getpid():
             return True
         for transfer in list(self._unfinished):
             if file is None or transfer.file is file:
                 with contextlib.suppress(TransferError):
+                    # after a stall only look: others may be stuck too
                     transfer.finished_within(0.0) if self.has_stalled else transfer.wait()
                 if not transfer.done():
                     return False

@@ -28,7 +28,7 @@ _END_OF_FILE: Final = -1
 _NS: Final = 1_000_000_000
 
 _abandoned: list[object] = []
-"""Engines with a worker stuck in a system call, and their transfers, kept alive: the kernel may still write to their
+"""Engines with a stuck worker, and their transfers. They stay alive, because the kernel may still write to their
 memory."""
 
 
@@ -50,11 +50,10 @@ class _Request(ctypes.Structure):
 
 @final
 class _Library:
-    """The functions of direct_io.c. Functions that may block release the GIL. The others keep it, because releasing it
-    would cost more than it gains."""
+    """The functions of direct_io.c. Those that may block release the GIL."""
 
     def __init__(self, path: Path) -> None:
-        releasing, holding = load(path), ctypes.PyDLL(str(path))
+        releasing, holding = load(path), ctypes.PyDLL(str(path))  # releasing the GIL costs more than a short call
         pool, request = ctypes.c_void_p, ctypes.POINTER(_Request)
         code, nbytes, nanoseconds = ctypes.c_int32, ctypes.c_int64, ctypes.c_int64
         self.open_pool = declare(holding.tz_pool_open, code, ctypes.c_int32, nbytes, ctypes.POINTER(pool))
@@ -80,13 +79,13 @@ def load_library(path: Path | None = None) -> _Library:
 
 @final
 class NativeTransfer(IOTransfer):
-    """A request of the native engine. Its C struct lies in Python's memory, and must live until the request is
-    finished: the engine's table of unfinished transfers holds this object until then."""
+    """A request of the native engine."""
 
     def __init__(self, engine: NativeEngine, file: File, request: Request, view: memoryview) -> None:
         super().__init__(engine, file, request)
         self._engine = engine
         self._view: memoryview | None = view
+        # C reads it until the request is finished: `_unfinished` of the engine keeps this object alive until then
         self.raw = _Request(
             kind=_KINDS[request.kind],
             fd=file.fd,
@@ -116,8 +115,7 @@ class NativeTransfer(IOTransfer):
         return (self.raw.finished_ns - self.raw.submitted_ns) / _NS if self.raw.finished else 0.0
 
     def complete_io(self) -> None:
-        """Release the memory of a finished request, and set `error` if the request failed. The engine calls this
-        once."""
+        """Release the memory of a finished request, and set `error` if the request failed. Called once."""
         self._view = None
         raw = self.raw
         block = (raw.error_offset, raw.error_wanted, raw.error_got)
@@ -129,14 +127,12 @@ class NativeTransfer(IOTransfer):
 
 @final
 class NativeEngine(IOEngine):
-    """Submits a request with one C call and waits with another, whatever the request's size. Its workers need no GIL,
-    so the rate holds while Python code computes."""
+    """Moves bytes on threads in C. They need no GIL, so the rate holds while Python code computes."""
 
     name = "native"
 
     def __init__(self, *, direct: bool, alignment: int, settings: IOSettings, io_timeout_s: float) -> None:
-        """Load the library and start its threads. Raises ConfigError if the library is missing or the threads cannot be
-        started."""
+        """Load the library and start its threads. Raises ConfigError if either fails."""
         super().__init__(direct=direct, alignment=alignment, settings=settings, io_timeout_s=io_timeout_s)
         self.library = load_library()
         self.pool = ctypes.c_void_p()
@@ -149,8 +145,7 @@ class NativeEngine(IOEngine):
             raise ConfigError(f"its {settings.num_workers} threads cannot be started: {errno_text(code)}")
 
     def collect(self, transfer: NativeTransfer) -> None:
-        """Remove a finished transfer from the table of unfinished ones, and latch the engine if the transfer failed.
-        Any thread, any number of times."""
+        """Remove a finished transfer from `_unfinished`, and latch the engine if it failed. Idempotent; any thread."""
         with self._lock:
             if transfer in self._unfinished:
                 transfer.complete_io()
@@ -166,10 +161,9 @@ class NativeEngine(IOEngine):
         return transfer
 
     def _check_usable(self, file: File) -> None:
-        """Raise if the engine or the file cannot be used. First end finished transfers that no caller has waited for:
-        all of them if one has failed, otherwise only the oldest two."""
+        """Raise if the engine or the file cannot be used. First remove finished transfers from `_unfinished`."""
         if not self._closed and self._pid == os.getpid():
-            failed = self.library.failed(self.pool)
+            failed = self.library.failed(self.pool)  # after a failure all of them, else the oldest two
             for transfer in list(self._unfinished) if failed else self._oldest():
                 if isinstance(transfer, NativeTransfer) and transfer.done():
                     transfer.finished_within(0.0)
@@ -187,8 +181,8 @@ class NativeEngine(IOEngine):
 
 
 def _end_pool(pid: int, library: _Library, pool: ctypes.c_void_p, still_open: list[ctypes.c_void_p]) -> None:
-    """Free `pool`, the thread pool of an engine that was freed. Do nothing in a process other than `pid`, which has
-    opened the pool. `still_open`: holds the pool if its threads have not been stopped; they are stopped first."""
+    """Free `pool`, the thread pool of an engine that was freed. If `still_open` holds the pool, first stop its threads.
+    Do nothing in a process other than `pid`."""
     if pool and os.getpid() == pid:
         while still_open:
             library.close_pool(still_open.pop(), 0)

@@ -1,5 +1,5 @@
-"""Examine swap directories before they are used: check them, choose an I/O engine by trying each one there, measure its
-rate for benchmarks and plans, and divide bytes among several directories by speed."""
+"""Examine swap directories: check them, choose an I/O engine by trial, measure its rate, and divide bytes among several
+directories by speed."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ _LOCAL = frozenset(
     "bcachefs btrfs devtmpfs erofs exfat ext2 ext3 ext4 f2fs fuseblk hfsplus jffs2 jfs msdos nilfs2 ntfs ntfs3 overlay "
     "ramfs reiserfs tmpfs ubifs udf vfat xfs zfs".split()
 )
-"""File systems to which only one kernel writes. Any other may be shared with a machine whose locks are invisible
-here."""
+"""File systems to which only one kernel writes. On any other, locks of another machine may be invisible."""
 
 _WARNINGS = {
     "tmpfs": "is RAM-backed (tmpfs): what is swapped there takes host memory, and nothing is gained",
@@ -50,9 +49,8 @@ def is_local(fstype: str | None) -> bool:
 
 
 def preflight_directory(path: str | os.PathLike[str], key: str = "nvme_path") -> list[str]:
-    """Check a directory for swap files, and return warnings as text. `key`: the config key that names it. Raises
-    ConfigError, with a remedy, if it is missing, no directory, a block device, or not writable. Creates and removes one
-    empty file. Free space is checked later, by the store."""
+    """Check that a directory can hold swap files, and return warnings as text. `key`: the config key that names it.
+    Raises ConfigError, with a remedy, if it is missing, no directory, or not writable."""
     directory = os.fspath(path)
     try:
         status = os.stat(directory)
@@ -126,8 +124,8 @@ _ACCESS = ((True, 512), (True, PAGE_NBYTES), (False, 1))
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The chosen engine. `engine`: is open; the caller closes it. `reasons`: one line for each better engine or access
-    that does not work, and a last one for the choice."""
+    """The chosen engine, open; the caller closes it. `reasons`: one line for each failed trial, and one for the
+    choice."""
 
     engine: IOEngine
     reasons: tuple[str, ...]
@@ -141,9 +139,8 @@ def select_engine(
 ) -> Selection:
     """Return the best engine that works in all `directories`. `prefer`: the name of the only engine to try, or "auto".
 
-    An engine works if a temporary file there (mode 0600, removed) takes an aligned write and a sync and returns the
-    same bytes. All engines are tried with O_DIRECT and alignment 512, then all with alignment 4096, then all with
-    buffered access, where pages are dropped from the cache once written. Raises ConfigError if nothing works."""
+    An engine works if it writes, syncs and reads back a temporary file. All engines are tried with O_DIRECT, and then
+    with buffered access. Raises ConfigError if nothing works."""
     if prefer != "auto" and prefer not in ENGINES:
         raise ConfigError(f"there is no I/O engine {prefer!r}; use auto, {', '.join(ENGINES)}")
     names = [*ENGINES] if prefer == "auto" else [prefer]
@@ -165,8 +162,7 @@ def select_engine(
 
 
 def select_reader(*paths: str | os.PathLike[str], settings: IOSettings) -> IOEngine:
-    """Return the best engine that can read the first page of all these files. Nothing is written. If no engine can,
-    raise the TransferError of the last trial. That trial has buffered access, so its error says most about the file."""
+    """Return the best engine that can read the first page of all these files. Raises TransferError if no engine can."""
     failures = [TransferError("there is no I/O engine here")]
 
     def trial(engine: IOEngine) -> None:
@@ -179,16 +175,15 @@ def select_reader(*paths: str | os.PathLike[str], settings: IOSettings) -> IOEng
 
     found, _ = _first_working([*ENGINES], settings, 60.0, trial)
     if found is None:
-        raise failures[-1]
+        raise failures[-1]  # of buffered access: it says most about the file
     return found
 
 
 def _first_working(
     names: Sequence[str], settings: IOSettings, io_timeout_s: float, trial: Callable[[IOEngine], None]
 ) -> tuple[IOEngine | None, list[str]]:
-    """Try all engines with O_DIRECT, then with buffered access. Return the first engine that passes `trial`, open, or
-    None if none does; and one line of text for each trial that failed. `names`: the engines, best first. `trial`:
-    raises TransferError if the engine does not work."""
+    """Return the first engine that passes `trial`, open, or None; and one line of text for each trial that failed.
+    `names`: the engines, best first. `trial`: raises TransferError if the engine does not work."""
     working, reasons = [*names], list[str]()
     for direct, alignment in _ACCESS:
         for name in [*working]:
@@ -222,10 +217,9 @@ def _try_to_read(engine: IOEngine, path: str) -> None:
 
 
 def _try(engine: IOEngine, directory: str, nbytes: int) -> None:
-    """Write a temporary file in `directory`, sync it, read it back and compare. The file offset and the memory address
-    are multiples of half of `nbytes`, the alignment to test. Raises TransferError."""
+    """Write a temporary file in `directory`, sync it, read it back and compare. Raises TransferError."""
     path = os.path.join(directory, f".tiered-zero-probe-{secrets.token_hex(8)}")
-    half = nbytes // 2
+    half = nbytes // 2  # the alignment to test, of the file offset and of the memory
     memory = memoryview(mmap.mmap(-1, 2 * nbytes + 2 * PAGE_NBYTES))
     written, back = memory[half : half + nbytes], memory[half + nbytes : half + 2 * nbytes]
     written[:] = secrets.token_bytes(nbytes)
@@ -253,14 +247,13 @@ _MOST_ROUNDS, _LEAST_TRIAL_S = 3, 0.4
 
 
 def fill_file(path: str, nbytes: int, seconds: float = math.inf) -> int:
-    """Create a file, mode 0600, to measure reads with, and fill it with random bytes. (Blocks that were never written
-    would be read without the disk.) Return its size: whole MiB of `nbytes`, or what was written when `seconds` were
-    over."""
+    """Create a file of random bytes, mode 0600, to measure reads with. Return its size: whole MiB of `nbytes`, or what
+    was written when `seconds` were over."""
     end_s = time.perf_counter() + seconds
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     with open(fd, "wb") as file:
         for _ in range(nbytes // MIB):
-            file.write(os.urandom(MIB))
+            file.write(os.urandom(MIB))  # blocks that were never written would be read without the disk
             if file.tell() % _SYNCED_NBYTES == 0:
                 file.flush()
                 os.fsync(fd)
@@ -272,10 +265,9 @@ def fill_file(path: str, nbytes: int, seconds: float = math.inf) -> int:
 
 
 def weigh_directories(engine: IOEngine, directories: Sequence[Path], nbytes: int) -> list[float]:
-    """Measure directories, and return each one's share of the bytes in proportion to its speed; the shares sum to 1.
-    `nbytes`: the bytes to divide among all directories. A directory is measured for a fifth of a second, by reads and
-    writes in a temporary file no larger than an equal share. Shares are equal if the highest rate is at most a quarter
-    above the lowest. Raises TransferError, OSError."""
+    """Measure directories with temporary files. Return each one's share of `nbytes`, in proportion to its speed; the
+    shares sum to 1. Shares are equal if the highest rate is at most a quarter above the lowest. Raises TransferError,
+    OSError."""
     size_nbytes = min(_WEIGHED_NBYTES, align_up(nbytes // len(directories), MIB))
     rates = []
     for directory in directories:
@@ -291,9 +283,8 @@ def weigh_directories(engine: IOEngine, directories: Sequence[Path], nbytes: int
 
 
 def measure_modes(engine: IOEngine, path: str, nbytes: int, seconds: float) -> dict[str, float]:
-    """Measure the bytes/s of reading, writing, and both at once, in about `seconds` together. Each rate is the median
-    of three trials, or of fewer if a trial would be shorter than 0.4 s. `nbytes`: bytes of the existing file `path` to
-    use. Raises TransferError."""
+    """Measure the bytes/s of reading, writing, and both at once, in about `seconds` together. The first `nbytes` of the
+    existing file `path` are overwritten. Raises TransferError."""
     rounds = max(1, min(_MOST_ROUNDS, int(seconds / len(MODES) / _LEAST_TRIAL_S)))
     trial_s = seconds / len(MODES) / rounds
     found = [[measure_rate(engine, path, nbytes, mode, trial_s) for mode in MODES] for _ in range(rounds)]
@@ -312,13 +303,11 @@ def measure_rate(
     one_memory: bool = False,
     read_share: float = 0.5,
 ) -> float:
-    """Measure the bytes/s at which the first `nbytes` of an existing file are read, written, or both at once, over and
-    over. `mode`: "read", "write" or "mixed".
+    """Measure the bytes/s at which the first `nbytes` of an existing file are read, overwritten, or both. `mode`:
+    "read", "write" or "mixed".
 
-    Keeps `num_in_flight` requests in flight for `seconds`, as the tiers do, and counts completed ones. Each of them has
-    memory of its own, in huge pages; random bytes are written. `one_memory`: all requests use the same memory, which
-    may then stay in the processor's cache. `read_share`: share of reads in the bytes of "mixed". Raises
-    TransferError."""
+    Keeps `num_in_flight` requests in flight for `seconds`. `one_memory`: all requests use the same memory.
+    `read_share`: share of reads in the bytes of "mixed". Raises TransferError."""
     request_nbytes = min(request_nbytes, nbytes // num_in_flight // PAGE_NBYTES * PAGE_NBYTES)
     # huge pages: O_DIRECT pins each page of a transfer, and a device takes a limited number of pieces at once. With
     # pages of 4 KiB one virtio disk read at 0.4 of the rate.
