@@ -1,5 +1,4 @@
-"""Keep bytes in swap files: the nvme tier. Move slots (named regions of fixed size) between the disk and memory, and to
-the device through staging buffers."""
+"""Keep bytes in swap files: the nvme tier."""
 
 from __future__ import annotations
 
@@ -24,9 +23,8 @@ from tiered_zero.tiers.tier import HostBuffer, Slot, StartCopy, Tier, UnitUpdate
 
 @dataclass(kw_only=True)
 class _Chunk:
-    """A part of a fetch: the bytes that one read from disk brings. `part`: the device memory to fill, [n] uint8.
-    `offset`: the first byte in the slot. `lease`: the staging buffer; None until one is free, or if the disk writes to
-    the device's memory directly. `read`: the transfer from disk; None until it begins."""
+    """The bytes that one read from disk brings to a fetch. `part`: the device memory to fill, [n] uint8. `offset`: the
+    first byte in the slot. `lease`: the staging buffer, if there is one. `read`: None until the read begins."""
 
     part: torch.Tensor
     offset: int
@@ -36,10 +34,9 @@ class _Chunk:
 
 @dataclass(kw_only=True)
 class _Fetch:
-    """A fetch under way. `record`: the slot's record in a swap file. `target`: the device memory to fill, [n] uint8.
-    `pages`: the same memory if the disk can write to it directly, else None. `update`: the update that still writes the
-    record; None without one. `is_deferred`: whether the job on the fetch lane leases staging buffers itself, because
-    the fetch could not lease all of them when it began."""
+    """A fetch under way. `target`: the device memory to fill, [n] uint8. `pages`: the same memory if the disk can write
+    to it. `update`: the update that still writes the record. `is_deferred`: the job on the fetch lane leases staging
+    buffers."""
 
     record: Record
     target: torch.Tensor
@@ -50,8 +47,7 @@ class _Fetch:
 
 
 def _release_all(chunks: list[_Chunk]) -> None:
-    """Wait for the reads of `chunks`, whose fetch has failed, and release their staging buffers. Errors of these reads
-    are ignored: the fetch raises its own."""
+    """Wait for the reads of `chunks`, ignore their errors, and release their staging buffers."""
     for chunk in chunks:
         with chunk.lease or nullcontext():
             if chunk.read:
@@ -59,8 +55,7 @@ def _release_all(chunks: list[_Chunk]) -> None:
 
 
 class NvmeTier(Tier):
-    """Keeps slots as records of `store`, in swap files. `staging`: buffers in host memory, through which fetched
-    parameters pass to the device."""
+    """Keeps slots as records of `store`, in swap files."""
 
     name = "nvme"
 
@@ -113,8 +108,7 @@ class NvmeTier(Tier):
         return transfer
 
     def _charge(self, slot: Slot, num_places: int) -> None:
-        """Charge the slot's bytes to the ledger, once for each place that the slot has on disk. `num_places`: the
-        number of these places; places that are charged already are not charged again."""
+        """Charge the slot's bytes to the ledger for each of its `num_places` places on disk that is not charged yet."""
         charged = self._charged[slot.name]
         while len(charged) < num_places:
             kind = COMMIT_KINDS.get(slot.kind, slot.kind) if charged else slot.kind
@@ -122,15 +116,7 @@ class NvmeTier(Tier):
             charged.append((kind, slot.nbytes))
 
     def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:
-        """Fetch a slot in chunks, in one job on the fetch lane. See `Tier.fetch`.
-
-        If the disk can write to the device's memory, it does; otherwise each chunk passes through a staging buffer. If
-        an update still writes the slot, its new parts are copied from its buffers, and the job reads all other bytes.
-
-        Chunks that get a free buffer are read at once. The job leases buffers for the other chunks. While such a job is
-        queued, later fetches lease buffers only in their own jobs, so a job waits only for buffers of jobs ahead of it
-        on the lane. Reads of parameters are urgent, because compute waits for them, and go before reads of state. The
-        prefetch limit bounds how long state then waits."""
+        """Fetch a slot in chunks, in one job on the fetch lane. See `Tier.fetch`."""
         if after is not None and after.written.done():
             after.written.wait()  # raises if the update failed, before any buffer is leased
             after = None
@@ -142,6 +128,8 @@ class NvmeTier(Tier):
             if after is not None:
                 spans = after.forward_to(target, self._copier(compute, in_place=pages is not None))
             with self._lock:
+                # While a deferred fetch is queued, later fetches lease in their own jobs: so a job waits only for
+                # buffers of jobs ahead of it on the lane.
                 self._cut(fetch, spans, takes_buffers=pages is None and after is None and not self._deferred)
                 fetch.is_deferred = pages is None and (after is not None or fetch.chunks[-1].lease is None)
                 self._deferred += fetch.is_deferred
@@ -154,10 +142,8 @@ class NvmeTier(Tier):
             raise
 
     def _copier(self, compute: Transfer, in_place: bool) -> StartCopy:
-        """Return a function that copies from an update's buffers to the device. `in_place`: whether the device's memory
-        is host memory; the function then copies on the calling thread. If it is not, the function starts a copy on the
-        lane `write_back`, after `compute`: the work that may still use the device memory. The lane `fetch` cannot copy,
-        because its jobs may wait for an update."""
+        """Return a function that starts a copy to the device, after `compute`. If `in_place`, the function copies
+        before it returns."""
         copy = self._accelerator.copy
 
         def copy_at_once(target: torch.Tensor, source: torch.Tensor) -> Transfer:
@@ -166,12 +152,12 @@ class NvmeTier(Tier):
 
         if in_place:
             return copy_at_once
-        submit = self._accelerator.lane("write_back").submit
+        submit = self._accelerator.lane("write_back").submit  # a job on the fetch lane may wait for an update
         return lambda target, source: submit(partial(copy, target, source), after=[compute], holds=[target])
 
     def _cut(self, fetch: _Fetch, spans: Sequence[tuple[int, int]], takes_buffers: bool = False) -> None:
-        """Cut `spans`, ranges of bytes (from, to), into chunks, and add these to the fetch. Begin to read each chunk
-        that has memory: the target's pages, or, if `takes_buffers`, a free staging buffer."""
+        """Cut `spans`, ranges of bytes (from, to), into chunks of the fetch. Start the read of each chunk that has
+        memory: in `fetch.pages`, or in a free staging buffer if `takes_buffers`."""
         pages, record = fetch.pages, fetch.record
         most = self._staging.buffer_nbytes if pages is None else fetch.target.numel()
         for start, end in ((at, min(at + most, stop)) for begin, stop in spans for at in range(begin, stop, most)):
@@ -186,8 +172,7 @@ class NvmeTier(Tier):
                 takes_buffers = False
 
     def _land(self, fetch: _Fetch) -> None:
-        """Bring each chunk to the device. This is the job on the fetch lane. It releases every leased buffer, even if a
-        chunk fails."""
+        """Bring each chunk to the device, in a job on the fetch lane."""
         record, chunks = fetch.record, fetch.chunks
         try:
             if fetch.update is not None:
@@ -211,7 +196,7 @@ class NvmeTier(Tier):
                 self._deferred -= fetch.is_deferred
 
     def drain(self) -> None:
-        """Wait for all requests to the disk. Called when no lane (worker thread) has a job."""
+        """Wait for all requests to the disk. The lanes must be idle."""
         self.store.drain_all()
         self._deferred = 0
 

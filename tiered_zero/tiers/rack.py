@@ -1,5 +1,4 @@
-"""Open the tiers of one run: stores of swap files, host memory, device memory, and staging buffers. No engine is
-needed."""
+"""Open the tiers of one run: swap files, host memory, device memory, and staging buffers."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ logger = logging.getLogger("tiered_zero")
 @final
 @dataclass(frozen=True, kw_only=True)
 class AdoptedStore:
-    """A committed state from which a store of swap files resumes. `directory`: its swap directory. `step`: the step
-    that was committed. `metadata`: what the commit has saved besides records."""
+    """A committed state from which a store of swap files resumes. `metadata`: what the commit holds besides records."""
 
     directory: Path
     step: int
@@ -40,12 +38,9 @@ class AdoptedStore:
 
 @final
 class TierRack:
-    """Allocates what the plan needs on every tier, and the staging buffers (host memory through which bytes pass to and
-    from NVMe).
+    """Allocates the memory and swap files of every tier, and the staging buffers. Driver thread.
 
-    All of it is closed when `resources` closes "tiers": staging buffers and tiers, host memory, stores, disk engines,
-    directories. The files of a swap directory with a commit are kept; other swap directories are removed. Driver
-    thread."""
+    `resources` closes all of them as "tiers". Swap directories without a commit are then removed."""
 
     def __init__(
         self,
@@ -57,9 +52,8 @@ class TierRack:
         model_name: str = "",
         adopted: Mapping[tuple[str, ...], AdoptedStore] | None = None,
     ) -> None:
-        """`model_name`: written to `owner.json`, the file in each swap directory that names its run. `adopted`: swap
-        paths -> the committed state from which the store there resumes. Raises ConfigError, StoreError and
-        BudgetError."""
+        """`model_name`: is written to `owner.json` in each swap directory. `adopted`: swap paths -> the state to resume
+        there. Raises ConfigError, StoreError and BudgetError."""
         zero, accelerator = config.zero_optimization, runtime.accelerator
         self._config, self._runtime, self._resources, self._model_name = config, runtime, resources, model_name
         self._pools: list[StagingPool] = []
@@ -67,6 +61,7 @@ class TierRack:
             paths: self._open_store(paths, nbytes, (adopted or {}).get(paths))
             for paths, nbytes in nvme_needs(config, plan).items()
         }
+        # Stores of their own: a failure there does not affect parameters and state.
         scratch = {
             kind: self._open_store(paths, nbytes, None) for kind, (paths, nbytes) in scratch_needs(config, plan).items()
         }
@@ -95,13 +90,12 @@ class TierRack:
             resources.add("tiers", tier.close)
 
     def drain(self) -> None:
-        """Wait for all requests to the disks. Called when no lane (worker thread) has a job."""
+        """Wait for all requests to the disks. The lanes must be idle."""
         for tier in self._all_nvme:
             tier.drain()
 
     def reclaim(self) -> None:
-        """Release every staging buffer that a failed call has left leased. Called when nothing uses the buffers: no
-        lane has a job, no disk has a request, and no step is open."""
+        """Release every staging buffer that is still leased. Called after a failure, when nothing uses the buffers."""
         for pool in self._pools:
             pool.reclaim()
 
@@ -175,8 +169,7 @@ class TierRack:
 
 
 def scratch_needs(config: Config, plan: Plan) -> dict[str, tuple[tuple[str, ...], int]]:
-    """Return kind -> (directories, bytes) for gradients and activations on NVMe. Each of these kinds has its own store,
-    so a failure there does not affect parameters and state. No commit names their records."""
+    """Return kind -> (directories, bytes) for gradients and activations on NVMe. No commit includes them."""
     paths = {
         "gradient": config.zero_optimization.offload_optimizer.nvme_paths,
         "activation": config.tiered_zero.activations.nvme_paths,
@@ -185,8 +178,7 @@ def scratch_needs(config: Config, plan: Plan) -> dict[str, tuple[tuple[str, ...]
 
 
 def nvme_needs(config: Config, plan: Plan) -> dict[tuple[str, ...], int]:
-    """Return a dict: swap directories -> the bytes of parameters and state that the plan puts there. The directories of
-    one entry hold one store, striped over them."""
+    """Return swap directories -> the bytes of parameters and state that the plan puts there."""
     zero = config.zero_optimization
     needs: dict[tuple[str, ...], int] = {}
     param, state = zero.offload_param.nvme_paths, zero.offload_optimizer.nvme_paths
@@ -202,8 +194,8 @@ def on_one_drive(paths: Sequence[Path]) -> bool:
 
 
 def _weigh(paths: Sequence[Path], engine: IOEngine, nbytes: int) -> list[float]:
-    """Return a weight for each directory, in proportion to which `nbytes` are striped: its measured speed, or 1 if all
-    directories are on one drive. Raises StoreError."""
+    """Return a weight for each directory, by which data is striped: its speed, or 1 if all are on one drive. Raises
+    StoreError."""
     if on_one_drive(paths):
         return [1.0] * len(paths)
     try:

@@ -1,19 +1,14 @@
 """Hold the gradients of one step until its update has read them: in memory, or on NVMe behind windows of host memory.
 
-[Note: Gradients on NVMe] A unit's gradients come one by one and are added up over micro-batches. So they are collected
-in a window: a buffer in host memory, as large as the largest unit whose gradients go to NVMe. There are only a few
-windows. When all are taken, the one opened first is written to its record on NVMe; a flat of gradients that is opened
-again is read back. So memory does not grow with the model.
+[Note: Gradients on NVMe] A window is a buffer in host memory for the gradients of one unit. There are only a few
+windows, so memory does not grow with the model. If all are taken, the oldest is written to NVMe and freed. If a unit
+gets more gradients later, its earlier ones are read back.
 
-What a window holds at the end of backward is never written: the update copies it from the window, and reads the rest of
-a sub-group's gradients together with the sub-group's state. If an update that began in backward has all that it needs
-of a unit, the unit's window is kept for it. Backward then waits for the update instead of a write, and the gradients
-never go to disk. But the update may itself wait for gradients to arrive, and these may need a window. An update that
-waits frees no window, so until these gradients have arrived, kept windows are written like others.
+The update copies gradients from windows, and reads those without a window from NVMe. An update that starts in backward
+can keep a unit's window until it has read it: backward then waits for the update, not for a write. But while an update
+waits for gradients, it frees no window, and these gradients may need one. So kept windows are then written too.
 
-A flat is written in the parts that the update reads, so each part has checksums of its own. Records are scratch: no
-commit names them, and they end with the run. A checkpoint holds the state between two steps, when there are no
-gradients."""
+Gradients are written in the parts that the update reads, so each part has its own checksums."""
 
 from __future__ import annotations
 
@@ -38,10 +33,9 @@ from tiered_zero.tiers.tier import BufferView, Home
 
 @dataclass(frozen=True, kw_only=True)
 class UnitShare:
-    """One unit's gradients in a step: all of them, or this rank's shard. `flat`: the gradients in place, 1-D. `start`:
-    the first element of `flat`, counted in the unit's flat. `present`: the indices of the parameters that have a
-    gradient. `last`: the transfer to `flat` that completes last; None without one. `on_device`: whether `flat` is on
-    the device. `paged`: the gradients on NVMe, if their home is there; `flat` is then empty."""
+    """One unit's gradients in a step, or this rank's shard of them. `flat`: the gradients, 1-D; empty if they are on
+    NVMe, in `paged`. `start`: the first element of `flat`, counted in the unit's flat. `present`: the indices of
+    parameters with a gradient. `last`: the last transfer to `flat`."""
 
     flat: torch.Tensor
     start: int
@@ -52,11 +46,8 @@ class UnitShare:
 
 
 class GradientSource(ABC):
-    """The gradients that one update reads, segment by segment (a segment is the part of a unit in one sub-group). One
-    thread at a time.
-
-    The methods here are for gradients that have arrived and rest in host memory. Subclasses whose gradients are under
-    way, on the device or on NVMe override them."""
+    """The gradients that one update reads, by segment (the part of a unit in one sub-group). One thread at a time.
+    Methods that are not abstract are for gradients that have arrived in host memory."""
 
     @abstractmethod
     def has(self, unit: Unit, param: ParamSpec) -> bool:
@@ -64,8 +55,7 @@ class GradientSource(ABC):
 
     @abstractmethod
     def part(self, segment: Segment) -> torch.Tensor:
-        """Return a view of the segment's gradients, [numel], which must rest in memory. Elements of parameters without
-        a gradient are undefined."""
+        """Return the segment's gradients, [numel]. Elements of parameters without a gradient are undefined."""
 
     def on_device(self, unit: Unit) -> bool:
         """Return whether `part` returns memory on the device."""
@@ -80,8 +70,8 @@ class GradientSource(ABC):
         return
 
     def read_part(self, segment: Segment, out: BufferView) -> Transfer | None:
-        """Start to read gradients of the segment from NVMe to `out`, as many as `out` holds. Return the transfer; None
-        if the gradients are not on NVMe."""
+        """Start to fill `out` with the segment's gradients from NVMe. Return the transfer; None if they are not on
+        NVMe."""
         return None
 
     def release(self, unit: Unit) -> None:
@@ -95,7 +85,7 @@ class GradientSource(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class StepGradients(GradientSource):
-    """The gradients of one step of an engine. `shares`: unit index -> the unit's gradients. The driver thread adds each
+    """The gradients of one step of an engine. `shares`: unit index -> the unit's gradients. The driver thread adds a
     unit before the update reads it."""
 
     shares: dict[int, UnitShare] = field(default_factory=dict)
@@ -150,12 +140,11 @@ class StepGradients(GradientSource):
 
 @final
 class PagedFlat:
-    """One step's gradients of one unit, or of this rank's shard, as a 1-D array ("flat", [numel]) with its home on
-    NVMe. Only `FlatWindows` changes its fields.
+    """One step's gradients of a unit, or of this rank's shard, with their home on NVMe. Only `FlatWindows` changes its
+    fields.
 
-    Its bytes are undefined until it is opened, and after `FlatWindows.drop`. `dtype`: the dtype of its elements.
-    `cuts`: the elements at which the flat is cut into parts that are written and read separately. `padding`: the ranges
-    between and after parameters, which are zero in every window."""
+    `cuts`: the elements at which the flat is cut into parts. `padding`: ranges between and after parameters, which are
+    zero in every window. All other elements are undefined until they are written."""
 
     def __init__(
         self,
@@ -187,8 +176,8 @@ class PagedFlat:
         """The flat of an earlier step, which uses the same record. It is dropped when this flat is opened."""
 
     def next(self) -> PagedFlat:
-        """Return the flat for the next step: this one if it was never opened, else a new one. Opening the new flat
-        drops this one, so the caller opens it only when the update no longer needs this one."""
+        """Return the flat for the next step: this one if it was never opened. Opening the new flat drops this one: open
+        it only after the update has read this one."""
         if not self.was_opened:
             return self
         flat = PagedFlat(self.home, self.windows, self.dtype, self.numel, cuts=self.cuts, padding=self.padding)
@@ -216,8 +205,8 @@ def _write(flat: PagedFlat, lease: Lease) -> Transfer:
 
 @final
 class FlatWindows:
-    """Leases windows (buffers in host memory) to flats of gradients, and takes them back. Any thread. `writes_ahead`:
-    start to write the oldest window when the last free one is taken, so the next flat finds a free one sooner."""
+    """Leases windows (buffers in host memory) to flats of gradients. Any thread. `writes_ahead`: start to write the
+    oldest window when no window is free."""
 
     def __init__(self, pool: StagingPool, recorder: Recorder, *, writes_ahead: bool) -> None:
         self._pool, self._recorder = pool, recorder
@@ -230,9 +219,8 @@ class FlatWindows:
 
     @contextmanager
     def open(self, flat: PagedFlat, lane: str) -> Iterator[torch.Tensor]:
-        """A context manager that gives the flat a window for the length of the block. It yields the flat's elements,
-        [numel], to read and change. First it waits until a window is free and holds the flat's bytes. `lane`: the lane
-        that calls this, for which the recorder counts the wait. Raises transfer errors."""
+        """A context manager that lends the flat's elements, [numel], in a window. First waits for a free window and the
+        flat's bytes. `lane`: the calling lane, for the recorder. Raises transfer errors."""
         self._begin_use(flat, lane)
         try:
             assert flat.lease is not None, "`_begin_use` has leased a window"
@@ -243,9 +231,8 @@ class FlatWindows:
                 self._changed.notify_all()
 
     def read(self, flat: PagedFlat, offset: int, out: BufferView) -> Transfer | None:
-        """Fill `out` with the flat's bytes from `offset` on. If the flat has a window, copy them from there and return
-        a complete transfer. Otherwise start to read them from its record and return the read's transfer. Return None if
-        the flat holds no bytes. Raises StoreError."""
+        """Fill `out` with the flat's bytes from `offset`. Return the transfer; None if the flat holds no bytes. Raises
+        StoreError."""
         with self._changed:
             if flat.lease is not None:
                 out.tensor.copy_(flat.lease.tensor[offset : offset + out.tensor.numel()])
@@ -253,14 +240,14 @@ class FlatWindows:
             return flat.home.tier.read(flat.home.slot, out, offset) if flat.is_stored else None
 
     def keep(self, flat: PagedFlat) -> None:
-        """Keep the flat in its window until `drop`: an update copies the flat from there."""
+        """Keep the flat in its window, if it has one, for an update that reads it."""
         with self._changed:
             flat.is_kept = flat.lease is not None
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """A context manager for an update that waits for gradients to arrive. Such gradients may need a window. So
-        while the block runs, windows that are kept for an update may be written and freed too."""
+        """A context manager for an update that waits for gradients. In its block, windows kept for updates may be
+        written too."""
         with self._changed:
             self._num_awaited += 1
             self._changed.notify_all()
@@ -292,8 +279,7 @@ class FlatWindows:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _begin_use(self, flat: PagedFlat, lane: str) -> None:
-        """Give the flat a window: wait until one is free, and fill it with the flat's bytes. If the flat has a window
-        already, keep that one. Then add 1 to the flat's `num_users`."""
+        """Give the flat a window that holds its bytes, and add 1 to its `num_users`. Waits until a window is free."""
         flat.was_opened = True
         if flat.previous is not None:
             self.drop(flat.previous)
@@ -345,9 +331,9 @@ class FlatWindows:
             wait_quietly(oldest[1])
 
     def _next_write(self) -> tuple[PagedFlat, Transfer] | None:
-        """Choose the window to free next. Return its flat and the transfer to wait for: its write, which may be started
-        here, or the copies to the window that must end before a write. Return None if all windows are in use, or if
-        the update will free one. Called under the lock."""
+        """Return the flat whose window is freed next, and its write. If copies to the window are under way, return the
+        copies instead of a write. Return None if all windows are in use, or if an update will free one. Called under
+        the lock."""
         for flat in self._open:
             if flat.writing is not None:
                 return flat, flat.writing
@@ -362,9 +348,8 @@ class FlatWindows:
         return None
 
     def _finish_write(self, flat: PagedFlat, writing: Transfer, lane: str = "update") -> None:
-        """Wait for `writing`, a result of `_next_write`, and raise its error. After the write of the flat's window,
-        free the window; a window that could not be written stays. After copies to the window, free nothing. `lane`: the
-        lane for which the recorder counts the wait."""
+        """Wait for `writing`, a result of `_next_write`, and raise its error. If it wrote the flat's window, free the
+        window."""
         is_stored = False
         try:
             with self._recorder.span(lane, "wait_grad", flat.name):

@@ -1,8 +1,7 @@
-"""Define where bytes rest: the interface of a tier; the two tiers in memory, device and host; the inventory, a
-table of homes; and a unit's update, which the next fetch from the unit's home waits for.
+"""Define the interface of a tier, the two tiers in memory, the table of homes, and the update of a unit, for which
+fetches wait.
 
-`read_slot`, `write_slot` and `leased_slot` copy plain CPU tensors from and to slots, for initial values, state_dict and
-changes by user code. They are slow, because they block."""
+`read_slot`, `write_slot` and `leased_slot` copy CPU tensors from and to slots. They block."""
 
 from __future__ import annotations
 
@@ -48,8 +47,7 @@ class BufferView:
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """A named region of a tier, of fixed size. `nbytes`: whole pages. `kind`: the category under which the ledger, the
-    run's account of bytes, counts it."""
+    """A named region of a tier. `nbytes`: whole pages. `kind`: the category under which the ledger counts it."""
 
     name: str
     nbytes: int
@@ -64,10 +62,9 @@ class Tier(ABC):
 
     @abstractmethod
     def reserve(self, name: str, nbytes: int, kind: str, *, num_durable: int = 0) -> Slot:
-        """Return a new slot. Its bytes are undefined until they are written. `kind`: see `Slot`. `num_durable`: how
-        many places on disk in-place commits need for the slot. 0: no commit includes it. 1: it is written once. 2: it
-        is written again between commits. Tiers in memory ignore this. Raises BudgetError or StoreError if the tier is
-        full."""
+        """Return a new slot, with undefined bytes. `num_durable`: the places on disk that in-place commits need for it.
+        0: no commit includes it. 1: it is written once. 2: it is written again. Raises BudgetError or StoreError if the
+        tier is full."""
 
     @abstractmethod
     def view(self, slot: Slot) -> torch.Tensor | None:
@@ -80,19 +77,17 @@ class Tier(ABC):
 
     @abstractmethod
     def write(self, slot: Slot, data: HostBuffer, offset: int = 0, after: Transfer | None = None) -> Transfer:
-        """Start to write all of `data` to the slot's bytes from `offset`. The caller leaves `data` alone until the
-        transfer is done.
+        """Start to write `data` to the slot's bytes from `offset`. The caller leaves `data` alone until the transfer is
+        done.
 
-        `after`: only for a slot on the device, which compute may still read. The write begins when this transfer is
-        complete. None: it begins when all work that compute has launched so far is complete. A caller on a lane must
-        pass a transfer."""
+        `after`: the write to a device slot begins after this transfer; None: after all work that compute has launched
+        so far. A lane must pass a transfer."""
 
     @abstractmethod
     def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:
-        """Start to copy the slot to `out`, on the fetch lane. `out`: a contiguous device tensor, not larger than the
-        slot. The copy begins after the work that compute has launched so far, which may still use the memory of `out`.
-        `after`: an update that still writes the slot; the fetch waits for the update, or copies its new bytes to
-        `out`."""
+        """Start to copy the slot to `out`, a contiguous device tensor no larger than the slot. The fetch lane copies
+        after the work that compute has launched so far. `after`: an update that still writes the slot; `out` gets the
+        new bytes."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -104,8 +99,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class HostTier(Tier):
-    """Keeps slots in host memory, which is taken from `arena` and pinned if the machine allows it. Slots are used in
-    place. An empty slot takes no memory."""
+    """Keeps slots in host memory, which `arena` pins if the machine allows it."""
 
     name = "host"
 
@@ -194,17 +188,15 @@ class DeviceTier(Tier):
 
 
 StartCopy = Callable[[torch.Tensor, torch.Tensor], Transfer]
-"""start_copy(target, source): start a copy and return its transfer. The copy runs on a lane that never waits for an
-update."""
+"""start_copy(target, source): start a copy that never waits for an update, and return its transfer."""
 
 
 class UnitUpdate:
-    """The completion of one unit's update. `computed`: completes when all new parameters are in staging memory or in
-    their slot. `written`: completes when all of them are in their slot. Any thread.
+    """The update of one unit. `computed`: completes when all new parameters are in staging memory or in their slot.
+    `written`: completes when all are in their slot. Any thread.
 
-    A fetch need not wait until the slot is written. It names its target in `forward_to` and reads the written bytes
-    from the slot. Parts that are computed but not yet written are copied from staging memory to the target, before the
-    update reuses this memory."""
+    A fetch need not wait for `written`. It sets its target with `forward_to`. Parts that are not in the slot yet are
+    copied to the target from staging memory."""
 
     def __init__(self) -> None:
         self.computed = Completion()
@@ -224,15 +216,14 @@ class UnitUpdate:
     # -- the update worker ---------------------------------------------------------------------------------------------
 
     def add_pending(self, start: int, part: torch.Tensor) -> None:
-        """Add a computed part of the unit. `part`: [n] uint8, the unit's new bytes from byte `start`. The caller leaves
-        this memory alone until `retire` returns."""
+        """Add a computed part: `part`, [n] uint8, is the unit's new bytes from byte `start`. `part` must not change
+        before `retire` returns."""
         with self._lock:
             self._pending[start] = part
             self._forward(start)
 
     def retire(self, start: int) -> None:
-        """Mark the part at byte `start` as written, and wait for copies from it. The caller may then reuse its
-        memory."""
+        """Mark the part at byte `start` as written, and wait for copies from it. Its memory may then be reused."""
         with self._lock:
             self._forward(start)
             part = self._pending.pop(start, None)
@@ -247,8 +238,8 @@ class UnitUpdate:
         self.written.complete()
 
     def fail(self, error: BaseException) -> None:
-        """Make every wait for this update raise `error`. Then wait for the copies of the unit's parts to a fetch's
-        target that were started. Do nothing if the unit is written already."""
+        """Make every wait for this update raise `error`, and wait for copies under way. Do nothing if the unit is
+        written."""
         if not self.written.done():
             self.computed.fail(error)  # first, so that a fetch without pending parts sees the error
             with self._lock:
@@ -261,26 +252,23 @@ class UnitUpdate:
     # -- a fetch -------------------------------------------------------------------------------------------------------
 
     def forward_to(self, target: torch.Tensor, start_copy: StartCopy) -> list[tuple[int, int]]:
-        """Set the memory that gets the unit's new bytes, and return the ranges (from, to) that are written already: the
-        caller reads these from the slot. All other new bytes are copied to `target` before `finish_forward` returns.
-
-        `target`: [n] uint8, memory for the whole unit. `start_copy`: starts one of these copies, on any thread."""
+        """Set `target`, [n] uint8: the memory that gets the unit's new bytes. Return the ranges (from, to) that are
+        written already: the caller reads these from the slot. `start_copy` copies the other new bytes, on any
+        thread."""
         with self._lock:
             self._target, self._start_copy, self._covered = target, start_copy, dict(self._retired)
             return sorted(self._covered.items())
 
     def cancel_forward(self) -> None:
-        """Start no more copies to the target, and wait for those under way. Raises the error of a copy that has
-        failed."""
+        """Start no more copies to the target, and wait for those under way. Raises their first error."""
         with self._lock:
             self._target = self._start_copy = None
             copies = [copy for _, copy in self._copies]
         wait_all(copies)
 
     def finish_forward(self) -> list[tuple[int, int]]:
-        """Block until the unit is computed and its new bytes are copied to the target. Return the ranges of bytes
-        (from, to) that were not copied. The update does not change these bytes, so the caller must read them from the
-        slot. Raises the error of an update that has failed."""
+        """Wait until the new bytes are copied to the target. Return the ranges of bytes (from, to) that the update does
+        not change: the caller reads these from the slot. Raises the update's error."""
         try:
             self.computed.wait()
             with self._lock:
@@ -297,8 +285,8 @@ class UnitUpdate:
         return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
 
     def _forward(self, start: int) -> None:
-        """Start to copy the pending part at byte `start` to the target, if there is a target and it lacks the part.
-        Called under the lock."""
+        """Start to copy the pending part at byte `start` to the target, if the target lacks it. Called under the
+        lock."""
         part = self._pending.get(start)
         if self._target is None or self._start_copy is None or part is None or start in self._covered:
             return
@@ -315,26 +303,23 @@ Owner = Unit | SubGroup
 
 @dataclass(frozen=True)
 class Home:
-    """The slot, and its tier, that holds the bytes of one kind ("param", "state") of a unit or sub-group. `start`: the
-    slot's first element, counted in the flat of the unit or sub-group; above 0 only if the slot holds just this rank's
-    shard."""
+    """The slot that holds the bytes of one kind ("param", "state") of a unit or sub-group. `start`: the slot's first
+    element, counted in the unit's flat; 0 unless the slot holds a rank's shard."""
 
     tier: Tier
     slot: Slot
     start: int = 0
 
     def elements(self, unit: Unit) -> slice:
-        """Return the range of the unit's flat that the slot holds. This must be a home of the unit."""
+        """Return the range of the unit's flat that the slot holds."""
         return slice(self.start, self.start + self.slot.nbytes // unit.itemsize)
 
     def offset_of(self, segment: Segment) -> int:
-        """Return the first byte of the segment (a part of a unit) in the slot, which holds elements of the unit's
-        dtype."""
+        """Return the segment's first byte in the slot."""
         return (segment.unit_start - self.start) * segment.unit.itemsize
 
     def view_of(self, segment: Segment) -> torch.Tensor | None:
-        """Return a view of the segment's elements in the slot, [numel] of the unit's dtype; None if the slot is on
-        nvme, not in memory."""
+        """Return the segment's elements in the slot, [numel] of the unit's dtype; None if the slot is on nvme."""
         if (raw := self.tier.view(self.slot)) is None:
             return None
         start = (segment.unit_start - self.start) * segment.unit.itemsize
@@ -342,9 +327,8 @@ class Home:
 
 
 class Inventory:
-    """The table of homes: (unit or sub-group, kind) -> home. Also holds the last update of each unit. A unit without a
-    "param" home lives on the device, in its own storage. Changed on the driver thread; the update thread reads it
-    too."""
+    """The table of homes, and the last update of each unit. A unit without a "param" home lives on the device, in its
+    own storage. The driver thread changes the table; the update thread reads it."""
 
     def __init__(self) -> None:
         self._homes: dict[tuple[type, int, str], Home] = {}
@@ -379,8 +363,8 @@ class Inventory:
 
 
 def read_slot(home: Home, offset: int, nbytes: int, staging: StagingPool | None) -> torch.Tensor:
-    """Return a copy of `nbytes` of the slot's bytes from `offset`, as [nbytes] uint8 on the CPU. `staging`: lends the
-    buffers for the reads of a slot on NVMe."""
+    """Return a copy of `nbytes` of the slot from byte `offset`, [nbytes] uint8 on the CPU. `staging`: for slots on
+    NVMe."""
     view = home.tier.view(home.slot)
     if view is not None:
         return view[offset : offset + nbytes].to("cpu", copy=True)
@@ -402,8 +386,8 @@ def read_slot(home: Home, offset: int, nbytes: int, staging: StagingPool | None)
 
 
 def _verified_window(home: Home, wanted: range, buffer_nbytes: int) -> range:
-    """Extend the range of bytes `wanted` to whole checksum chunks (1 MiB), because a part of a chunk cannot be
-    verified. Return `wanted` if the buffer cannot hold the chunks."""
+    """Extend the bytes `wanted` to whole checksum chunks (1 MiB), as many as the buffer holds; only whole chunks are
+    verified. Return `wanted` if the buffer holds none."""
     start = wanted.start // MIB * MIB
     stop = min(align_up(wanted.stop, MIB), home.slot.nbytes)
     if stop - start > buffer_nbytes:
@@ -418,8 +402,8 @@ def _read(home: Home, window: range, staging: StagingPool) -> torch.Tensor:
 
 
 def write_slot(home: Home, offset: int, data: torch.Tensor, staging: StagingPool | None) -> None:
-    """Write `data`, a contiguous tensor of whole pages, to the slot's bytes from `offset`. `staging`: the buffers
-    through which the bytes pass if the slot is on NVMe; None if it is in memory."""
+    """Write `data`, a contiguous tensor of whole pages, to the slot from byte `offset`. `staging`: for slots on
+    NVMe."""
     raw = as_bytes(data)
     view = home.tier.view(home.slot)
     if view is not None:
@@ -437,11 +421,10 @@ def write_slot(home: Home, offset: int, data: torch.Tensor, staging: StagingPool
 def leased_slot(
     home: Home, staging: StagingPool | None, read: slice, write: slice | None = None
 ) -> Iterator[torch.Tensor]:
-    """A context manager that lends a slot's bytes, [nbytes] uint8: in place, possibly on the device, or, for a slot on
-    NVMe, in a staging buffer.
+    """A context manager that lends a slot's bytes, [nbytes] uint8: in place, or in a staging buffer for a slot on NVMe.
 
-    With a staging buffer: `read` is the range (whole pages) to read from the slot before the block, and `write` the
-    range to write back after it. Nothing is written back if `write` is None or the block raises."""
+    `read`: the range to read from NVMe before the block. `write`: the range to write to NVMe after the block, unless it
+    raises. Both are whole pages."""
     view = home.tier.view(home.slot)
     if view is not None:
         yield view
