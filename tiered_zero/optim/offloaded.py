@@ -48,8 +48,8 @@ from tiered_zero.update.state_view import ParamShards, ParamState, StateView
 logger = logging.getLogger("tiered_zero")
 
 _IN_PLACE_NUMEL = 1 << 26
-"""Elements of a sub-group if nothing is staged. Between two sub-groups the kernel's threads wait for Python, whose
-objects are no longer in the CPU's caches. With 1 << 24 a step took 5% longer."""
+"""Elements of a sub-group if nothing is staged. With 1 << 24 a step took 5% longer: between two sub-groups the kernel's
+threads wait for Python."""
 _SECTION = ("device", "nvme_path", "buffer_count", "pin_memory")
 _RUNTIME = ("state_format", "checksums", "host_memory_limit", "io_engine", "io_timeout_s")
 
@@ -58,14 +58,11 @@ class OffloadedOptimizer(TierStateOptimizer):
     """Steps as `optimizer_class(params, **defaults)` does, bit for bit, with its state in host memory or swap files.
 
     `offload`: {"device": "cpu" or "nvme", "nvme_path": a directory}, and optionally "state_format", "buffer_count",
-    "pin_memory", "checksums", "host_memory_limit", "io_engine", "io_timeout_s", as in the config of an engine. fp32
-    parameters are stepped in place; 16-bit parameters get fp32 masters on the tier. Parameters may change between
-    steps. Clipping, accumulation, loss scaling and schedules remain in the user's loop.
+    "pin_memory", "checksums", "host_memory_limit", "io_engine", "io_timeout_s", as in the config of an engine. 16-bit
+    parameters get fp32 masters on the tier. Parameters may change between steps.
 
-    After a failure inside `step()` each later call raises EngineFailedError, because state is rewritten in place. The
-    tiers are freed by `close()`, at the end of a `with` block, when the object is garbage-collected, and when the
-    process exits. Use it from one thread.
-    """
+    After a failure inside `step()` each later call raises EngineFailedError. `close()` frees the tiers; so do the end
+    of a `with` block, garbage collection and the end of the process. Use the optimizer from one thread."""
 
     _end: weakref.finalize[Any, Any]
 
@@ -77,7 +74,7 @@ class OffloadedOptimizer(TierStateOptimizer):
         **defaults: Any,
     ) -> None:
         """Build the optimizer and allocate its tiers. Raises the errors of `optimizer_class`, ConfigError, ModelError,
-        PlanError or StoreError; no threads, memory or files are left then."""
+        PlanError or StoreError, and then keeps nothing allocated."""
         if not callable(optimizer_class) or (
             isinstance(optimizer_class, type) and not issubclass(optimizer_class, Optimizer)
         ):
@@ -113,10 +110,8 @@ class OffloadedOptimizer(TierStateOptimizer):
     ) -> float | None:
         """Update every parameter that has a gradient, wait until all are written, and return the closure's result.
 
-        `on_written`: a function that is called on this thread with each parameter, in the order of the groups, once its
-        value is final. It is also called for a parameter without a gradient, which keeps its value. Later parameters
-        may still be updated while the function runs.
-        """
+        `on_written`: called with each parameter, in the order of the groups, once its value is final; also for
+        parameters without a gradient. Later parameters may still be updated at that time."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -161,8 +156,7 @@ class OffloadedOptimizer(TierStateOptimizer):
 
     @hold_interrupts()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a param group, as torch does. The tiers are built anew, with memory for its state, and the existing state
-        is copied to them, one parameter at a time."""
+        """Add a param group, as torch does. The tiers are built anew, and the existing state is copied to them."""
         before = len(self.param_groups)
         super().add_param_group(param_group)
         if self._run is None:
@@ -201,11 +195,9 @@ class OffloadedOptimizer(TierStateOptimizer):
         self._awaited_key = None
 
     def save_state_dict(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
-        """Call `save_state(directory)`, and return a state dict without tensors that names the saved files.
-
-        It is for trainers that pickle a state dict. After `load_state_dict()` with this state dict, `step()` raises
-        until `load_state()` has read the same files. A plain torch optimizer refuses to load it.
-        """
+        """Call `save_state(directory)`, and return a state dict that names the files and has no tensors, for trainers
+        that pickle one. After it is loaded, `step()` raises until `load_state()` has read the files. A plain torch
+        optimizer refuses it."""
         self.save_state(directory)
         with StateFiles(Path(directory), self.param_groups) as files:
             return {"state": {}, "param_groups": [], STAND_IN: files.key}
@@ -294,8 +286,7 @@ class OffloadedOptimizer(TierStateOptimizer):
 
 
 def _apply_in_order(run: _Run, on_written: Callable[[Tensor], None]) -> None:
-    """Apply a step. Call `on_written` with every parameter, in order, once its value is final. A parameter without a
-    gradient keeps its value; it is passed just before the next parameter that has one, or at the end."""
+    """Apply a step, and call `on_written` with every parameter, in order, once its value is final."""
     waiting = deque(run.params.params)
 
     def written(unit: Unit) -> None:
@@ -315,8 +306,7 @@ class _MovedState(Mapping[nn.Parameter, ParamState]):
     def __init__(self, view: StateView) -> None:
         self._view = view
         self._last: tuple[nn.Parameter | None, ParamState] = None, {}
-        """The parameter read last and its state, kept because the writer asks again for each sub-group of a
-        parameter."""
+        """The parameter read last and its state. The writer asks again for each sub-group of a parameter."""
 
     def __getitem__(self, param: nn.Parameter) -> ParamState:
         if self._last[0] is not param:
@@ -331,8 +321,7 @@ class _MovedState(Mapping[nn.Parameter, ParamState]):
 
 
 def _plain(kind: type[Optimizer], groups: list[dict[str, Any]], defaults: Mapping[str, Any]) -> Optimizer:
-    """Build a plain optimizer of class `kind` over these groups, for its checks and defaults. It is never stepped. Its
-    parameters are on the meta device if the class accepts that, because Adagrad allocates state when it is built."""
+    """Build an optimizer of class `kind` over `groups`, for its checks and defaults. It is never stepped."""
 
     def build(make: Callable[[Tensor], Tensor]) -> Optimizer:
         given = [
@@ -345,14 +334,13 @@ def _plain(kind: type[Optimizer], groups: list[dict[str, Any]], defaults: Mappin
         return torch.empty_like(param, device="meta").requires_grad_(param.requires_grad)
 
     try:
-        return build(on_meta)
+        return build(on_meta)  # Adagrad allocates state when it is built
     except Exception:  # wrong arguments raise again
         return build(lambda param: param)
 
 
 def _read_offload(offload: Mapping[str, Any]) -> Config:
-    """Return the config that `OffloadedOptimizer(offload=...)` describes; its keys are those of the config's sections
-    offload_optimizer and tiered_zero. Raises ConfigError."""
+    """Return the config for `OffloadedOptimizer(offload=...)`. Raises ConfigError."""
     if not isinstance(offload, Mapping):
         raise ConfigError(
             f'offload: expected a mapping such as {{"device": "nvme", "nvme_path": "/path"}}; found {offload!r}.'
@@ -387,8 +375,8 @@ def _read_offload(offload: Mapping[str, Any]) -> Config:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Run:
-    """The parts of an offloaded optimizer while its tiers are open, made by `_open_run`. `resources` closes them all.
-    `watch` raises if param groups were changed by hand."""
+    """The parts of an offloaded optimizer whose tiers are open. `resources` closes them. `watch` raises if param groups
+    were changed by hand."""
 
     params: UserParameters
     units: Sequence[Unit]
@@ -401,11 +389,8 @@ class _Run:
 
 
 def _open_run(source: Optimizer, owner: Optimizer, config: Config) -> _Run:
-    """Plan and allocate the tiers for the state of `owner.param_groups`.
-
-    `source`: a plain optimizer, whose class decides the update rule. Raises ConfigError, ModelError, PlanError or
-    StoreError, and then frees everything that it has allocated.
-    """
+    """Plan and allocate the tiers for the state of `owner.param_groups`. `source`: a plain optimizer; its class decides
+    the update rule. Raises ConfigError, ModelError, PlanError or StoreError, and then keeps nothing allocated."""
     groups = owner.param_groups
     params = UserParameters(groups)
     threads = num_kernel_threads(shares_cores=params.device.type == "cpu")
@@ -443,8 +428,8 @@ def _open_run(source: Optimizer, owner: Optimizer, config: Config) -> _Run:
 
 
 def _plan(params: UserParameters, layouts: Sequence[StateLayout], config: Config) -> tuple[Plan, list[SubGroupSize]]:
-    """Plan the tiers of state within this process's share of host memory. Return the plan, and the size of each
-    sub-group: its state, and the parameters that pass through staging buffers. Raises PlanError."""
+    """Plan the tiers within this process's share of host memory. Return the plan and the size of each sub-group. Raises
+    PlanError."""
     staged = [params.staged(layout.subgroup.segments) for layout in layouts]
     in_buffers = [
         SubGroupSize(state_nbytes=layout.nbytes, parts={segment.unit.index: segment.numel for segment in segments})

@@ -1,8 +1,6 @@
 """Save and load an offloaded optimizer's state as safetensors files, with one parameter in memory at a time.
 
-The last tensor is an index that describes the others and holds their checksums: if bytes have changed, nothing is
-loaded.
-"""
+The last tensor is an index with the checksums of the others: if bytes have changed, nothing is loaded."""
 
 from __future__ import annotations
 
@@ -24,16 +22,14 @@ from tiered_zero.update.state_view import ParamState
 
 _STEM = "optimizer"
 _INDEX = "index"
-"""The name of the tensor that holds, as JSON, the values of param groups, a description of each parameter's state, and
-the checksums of the other tensors."""
+"""The name of the tensor that holds an `_Index`."""
 STAND_IN = "state_files"
 """The key that marks a state dict without tensors; its value is the `StateFiles.key` of the files with the state."""
 
 
 class _Index(JsonFile):
-    """The contents of the index, as JSON. `groups`: the values of each param group, from `describe`. `sizes`: the
-    number of parameters in each group. `state`: the state of each parameter, from `describe`. `digests`: the name of a
-    tensor -> its checksum, 16 hexadecimal digits."""
+    """What the index holds, as JSON. `groups`, `state`: from `describe`. `sizes`: the number of parameters in each
+    group. `digests`: the name of a tensor -> its checksum, 16 hexadecimal digits."""
 
     format_name = "tiered_zero.optimizer_state"
 
@@ -46,8 +42,8 @@ class _Index(JsonFile):
 def write_state(
     directory: Path, states: Mapping[nn.Parameter, ParamState], groups: Sequence[Mapping[str, Any]]
 ) -> list[Path]:
-    """Write the state of all parameters of `groups` to safetensors files, and return their paths. `states`: a mapping
-    that reads one parameter's state from its tier at each access. Raises StoreError."""
+    """Write the state of all parameters of `groups` to safetensors files, and return their paths. `states`: reads one
+    parameter's state at each access. Raises StoreError."""
     group_tensors: list[Tensor] = []
     values = [{name: value for name, value in group.items() if name != "params"} for group in groups]
     described_groups = describe(values, group_tensors)
@@ -71,8 +67,8 @@ def write_state(
 
 
 def _hashed(name: str, tensor: Tensor, read: Callable[[], Tensor], digests: dict[str, str]) -> WeightTensor:
-    """Return a WeightTensor, which writes one tensor to the files and adds its checksum to `digests`. `tensor`: gives
-    dtype and shape. `read`: returns the values when they are written."""
+    """Return a WeightTensor that adds its checksum to `digests` when it is written. `tensor`: gives dtype and shape.
+    `read`: returns the values."""
 
     def read_and_hash() -> list[Tensor]:
         value = read()
@@ -95,12 +91,10 @@ def _read(states: Mapping[nn.Parameter, ParamState], param: nn.Parameter, place:
 
 
 class StateFiles(Mapping[nn.Parameter, ParamState]):
-    """The files that `write_state` has written, as a mapping from the parameters of `groups` to their state. Each
-    access reads one parameter's state from the files.
+    """A mapping from the parameters of `groups` to their state in the files of `write_state`. Each access reads the
+    files. Use it as a context manager.
 
-    Raises StoreError if the saved groups have other numbers of parameters than `groups`, and CorruptionError if bytes
-    have changed. Use it as a context manager.
-    """
+    Raises StoreError if the saved groups have other sizes, and CorruptionError if bytes have changed."""
 
     def __init__(self, directory: Path, groups: Sequence[Mapping[str, Any]]) -> None:
         self._open = ExitStack()
@@ -136,8 +130,7 @@ class StateFiles(Mapping[nn.Parameter, ParamState]):
         path, file = self._files[_INDEX]
         raw = bytes(file.get_tensor(_INDEX).numpy())
         self.key = f"{digest(raw):016x}"
-        """The checksum of the index. The index holds the checksums of all tensors, so two different states have
-        different keys."""
+        """The checksum of the index. The index has the checksums of all tensors, so each state has its own key."""
         index = _Index.decode(raw, path)
         sizes = [len(group["params"]) for group in groups]
         if index.sizes != sizes:
@@ -198,8 +191,8 @@ class StateFiles(Mapping[nn.Parameter, ParamState]):
 
 
 def _rebuild(described: Any, prefix: str, read: Callable[[str, str, Sequence[int]], Tensor]) -> Any:
-    """Rebuild a value from its description. `described`: the result of `describe`. `read`: reads one tensor by its
-    name, which is `prefix`, "/" and the tensor's number."""
+    """Rebuild a value from `described`, a result of `describe`. `read`: reads a tensor by its name: `prefix`, "/",
+    number."""
     num_read = 0
 
     def read_next(dtype: str, shape: Sequence[int]) -> Tensor:

@@ -27,17 +27,12 @@ def is_in_place(param: Tensor) -> bool:
 
 
 class UserParameters(GradientSource):
-    """Holds the parameters of a user's param groups. The update pipeline reads their `.grad`, and writes new values to
-    them.
-
-    `params`: the tensors, in the order of the groups. `specs`: their descriptions, in the same order. fp32 parameters
-    in host memory are stepped in place. Used by the thread that calls `step()`, on the stream on which backward ran: so
-    gradients are read after they are computed. Copies to a device run on the lane "write_back".
-    """
+    """The parameters of a user's param groups, in order. The update pipeline reads their `.grad` and writes new values
+    to them. Used by the thread that calls `step()`, on the stream on which backward ran: so gradients are complete when
+    they are read."""
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Describe the parameters of `groups`, the user's param groups. Raises ModelError for a parameter that cannot
-        be stepped."""
+        """Describe the parameters of `groups`. Raises ModelError for a parameter that cannot be stepped."""
         self.params: list[Tensor] = []
         self.specs: list[tuple[ParamSpec, int]] = []
         """The description of each parameter, and the index of its group."""
@@ -51,8 +46,7 @@ class UserParameters(GradientSource):
         self._places = [_place(param) for param in self.params]
         self._in_place = [is_in_place(param) for param in self.params]
         self._flat_grad: tuple[Tensor, Tensor] | None = None
-        """The gradient read last, and its elements in the order of the parameter's memory (a copy, if the gradient's
-        order differs)."""
+        """The gradient that `part` read last, and its elements in the order of the parameter's memory."""
 
     def _add(self, name: str, param: Tensor, group: int) -> None:
         if handler_of(param) is not None:  # type: ignore[arg-type]
@@ -80,7 +74,7 @@ class UserParameters(GradientSource):
         self.specs.append((spec, group))
 
     def connect(self, accelerator: Accelerator) -> None:
-        """Set the accelerator. Its lanes copy new values to parameters on its device."""
+        """Set the accelerator, whose lanes copy new values to parameters on its device."""
         self._accelerator = accelerator
 
     @property
@@ -95,8 +89,7 @@ class UserParameters(GradientSource):
         return all(self._in_place)
 
     def staged(self, segments: Sequence[Segment]) -> list[Segment]:
-        """Return the `segments` that pass through a staging buffer, because their parameters cannot be stepped in
-        place."""
+        """Return the `segments` of parameters that cannot be stepped in place: they pass through a staging buffer."""
         return [segment for segment in segments if not self._in_place[segment.unit.index]]
 
     def has_moved(self) -> bool:
@@ -104,8 +97,7 @@ class UserParameters(GradientSource):
         return any(_place(param) != place for param, place in zip(self.params, self._places, strict=True))
 
     def check_shapes(self, stepped: Iterable[Tensor]) -> None:
-        """Check that the parameters `stepped`, which have state, still have the shapes that they had at construction.
-        Raises ModelError."""
+        """Raise ModelError if a parameter of `stepped` has another shape than at construction."""
         with_state = set(map(id, stepped))
         for param, (spec, _) in zip(self.params, self.specs, strict=True):
             if id(param) in with_state and tuple(param.shape) != spec.shape:
@@ -142,7 +134,7 @@ class UserParameters(GradientSource):
         return segment.part_of(self._flat_grad[1]).to("cpu")
 
     def release_gradients(self) -> None:
-        """Drop the reference to the gradient that `part` read last. Called at the end of a step."""
+        """Drop the gradient that `part` read last. Called at the end of a step."""
         self._flat_grad = None
 
     # -- the sink of parameters ----------------------------------------------------------------------------------------

@@ -24,14 +24,12 @@ logger = logging.getLogger("tiered_zero")
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
     """Steps this rank's part of the parameters with an `optimizer_class`, and broadcasts the new values to the other
-    ranks (Rajbhandari et al. 2020, stage 1). Names, the split of the parameters over ranks, and results are those of
+    ranks (Rajbhandari et al. 2020, stage 1). Names, results and the split over ranks are those of
     torch.distributed.optim.ZeroRedundancyOptimizer.
 
-    `self.optim` is the local optimizer of this rank: a plain one, or with `offload` an `OffloadedOptimizer`, where
-    broadcasts overlap the update of later parameters. `parameters_as_bucket_view` has no effect: each parameter is
-    broadcast by itself, from its own memory. Every rank must have the whole gradients, as DDP leaves them. Every rank
-    makes each call except `state_dict`, in the same order.
-    """
+    `self.optim` is the local optimizer: a plain one, or with `offload` an `OffloadedOptimizer`.
+    `parameters_as_bucket_view` has no effect. Every rank must have the whole gradients, as DDP leaves them. Every rank
+    makes each call except `state_dict`, in the same order."""
 
     def __init__(
         self,
@@ -43,9 +41,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         offload: Mapping[str, Any] | None = None,
         **defaults: Any,
     ) -> None:
-        """Split the parameters over the ranks, and build this rank's local optimizer. `process_group`: the ranks; None:
-        the default group. Raises ConfigError if `overlap_with_ddp` is true, TypeError and ValueError as torch's class
-        does, and the errors of the local optimizer."""
+        """Split the parameters over the ranks of `process_group` (None: the default group), and build the local
+        optimizer. Raises ConfigError if `overlap_with_ddp`, TypeError and ValueError as torch does, and the local
+        optimizer's errors."""
         if overlap_with_ddp:
             raise ConfigError(
                 "overlap_with_ddp: expected False; found True, which in torch's class leaves out the first two or "
@@ -97,8 +95,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
-        """Step this rank's parameters, and broadcast each to the other ranks. `kwargs` are passed to the local
-        optimizer's `step`, whose result is returned."""
+        """Step this rank's parameters, and broadcast each to the other ranks. Return the result of the local
+        optimizer's `step`, which gets `kwargs`."""
         grads = [param.grad for param in params_of(self.param_groups) if param.grad is not None]
         if closure is None and not kwargs and creates_state(self.param_groups, grads):
             # torch.distributed.checkpoint steps with an lr of 0 to create state, and only on ranks without state: so
@@ -121,8 +119,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return loss
 
     def join_hook(self, **_: Any) -> StepHook:
-        """Return the hook that torch's Join context calls on ranks that have no more data. The hook calls `step()`;
-        gradients must have been set before."""
+        """Return a hook for torch's Join context: it calls `step()` on ranks without more data. Gradients must be set
+        then."""
         return StepHook(self.step)
 
     @property
@@ -137,8 +135,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # -- groups --------------------------------------------------------------------------------------------------------
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
-        """Return one list of param groups for each rank. Each list has every group, with the group's present options,
-        but only the parameters that the rank steps."""
+        """Return the param groups of each rank: every group, with only the parameters that the rank steps."""
         return _partition_groups(self.param_groups, self.world_size)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -170,18 +167,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._consolidated = None
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Copy the state of all ranks to host memory of rank `to`, tensor by tensor; `state_dict()` on that rank then
-        returns it. Every rank calls this."""
+        """Copy the state of all ranks to host memory of rank `to`. There `state_dict()` then returns it. Every rank
+        calls this."""
         _sync_groups(self.param_groups, self.optim.param_groups)
         parts = list(map(params_of, self._parts))
         indices = {id(param): index for index, param in enumerate(params_of(self.param_groups))}
         self._consolidated = _consolidate(self._ranks, parts, indices, self._local_state, to)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all parameters in torch's format, as it was at the last `consolidate_state_dict`.
-
-        With one rank that call is not needed. Raises RuntimeError if this rank has only a part of the state.
-        """
+        """Return the state of all parameters in torch's format, as of the last `consolidate_state_dict` (one rank needs
+        no such call). Raises RuntimeError if this rank has only a part of the state."""
         if self.world_size == 1:
             self.consolidate_state_dict()
         elif self._consolidated is None and self.optim.state:
@@ -197,8 +192,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state of all parameters, saved by a ZeroRedundancyOptimizer or a plain optimizer; each rank keeps
-        the state of its own parameters. Raises ValueError, as torch does, if param groups do not fit."""
+        """Load the state dict of a ZeroRedundancyOptimizer or a plain optimizer. Each rank keeps the state of its
+        parameters. Raises ValueError, as torch does, if param groups do not fit."""
         super().load_state_dict({**state_dict, "state": {}})
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         key_of = {id(param): key for param, key in zip(params_of(self.param_groups), keys, strict=True)}
@@ -236,16 +231,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
 
 def _open_together(ranks: ShardGroup, make: Callable[[], OffloadedOptimizer]) -> OffloadedOptimizer:
-    """Make the local optimizer with `make` on every rank; on none if `make` fails on one rank. The rank that failed
-    raises its own error, the other ranks RankError. (For example, ranks share a disk that has room for only some of
-    them. Without this agreement those ranks would wait in `step()` for the others.)"""
+    """Make the local optimizer on every rank, or on none. If `make` fails on a rank, this rank raises its error, and
+    the others raise RankError."""
     made: OffloadedOptimizer | Exception
     try:
         made = make()
     except Exception as error:
         made = error
     own = f"{type(made).__name__}: {made}" if isinstance(made, Exception) else ""
-    found = [text.decode() for text in ranks.exchange(own.encode())]
+    found = [text.decode() for text in ranks.exchange(own.encode())]  # else other ranks wait in step() for a failed one
     if isinstance(made, Exception):
         raise made
     if failed := [f"rank {rank}: {text}" for rank, text in enumerate(found) if text]:
@@ -255,8 +249,8 @@ def _open_together(ranks: ShardGroup, make: Callable[[], OffloadedOptimizer]) ->
 
 
 class _Broadcasts:
-    """Starts the broadcasts of one step, in the same order on all ranks. A round broadcasts one parameter of every
-    rank. `messages`: for each rank the tensors that it broadcasts, from `_messages_of`."""
+    """Starts the broadcasts of one step. A round broadcasts one parameter of every rank. `messages`: for each rank the
+    result of `_messages_of`."""
 
     def __init__(self, ranks: ShardGroup, messages: Sequence[Sequence[tuple[int, Tensor]]]) -> None:
         self._ranks = ranks
@@ -290,12 +284,8 @@ class _Broadcasts:
 
 
 def _partition_groups(groups: Sequence[Mapping[str, Any]], world_size: int) -> list[list[dict[str, Any]]]:
-    """Split param groups over ranks. Parameters are assigned largest first, each to the rank with the fewest elements
-    so far.
-
-    Returns each rank's groups, with the option values of the given groups. Adding a group later does not change how
-    earlier groups are split.
-    """
+    """Split each param group over ranks: the largest parameters first, each to the rank with the fewest elements so
+    far. Groups added later do not change the split of earlier ones."""
     sizes = [0] * world_size
     parts: list[list[dict[str, Any]]] = [[] for _ in range(world_size)]
     for group in groups:
@@ -320,12 +310,12 @@ def _sync_groups(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str,
 
 
 def _messages_of(groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, Tensor]]:
-    """Return (number, tensor) for each tensor that a rank broadcasts: once the first `number` of its parameters are
-    written, the rank sends the tensor. `groups`: the rank's param groups. Elements are sent in memory order, which is
-    the same on every rank."""
+    """Return (number, tensor) for each tensor that a rank broadcasts, once the first `number` of its parameters are
+    written. `groups`: the rank's param groups."""
     messages = []
     for number, param in enumerate(params_of(groups), 1):
         if param.numel():
+            # in memory order, which is the same on every rank
             is_dense = torch.ops.aten.is_non_overlapping_and_dense(param)
             flat = param.detach().as_strided((param.numel(),), (1,)) if is_dense else param.detach()
             messages.append((number, flat))
@@ -339,12 +329,11 @@ def _consolidate(
     read: Callable[[Tensor], Mapping[str, Any]],
     to: int,
 ) -> dict[int, dict[str, Any]] | None:
-    """Copy the state of all parameters to the CPU of rank `to`, and return it there, by the parameter's index.
-    Parameters without state are left out. Other ranks return None. Every rank of `group` calls this.
+    """Return the index and state of each parameter that has state, on the CPU of rank `to`; None on other ranks. Every
+    rank calls this.
 
-    `parts`: the parameters of each rank. `indices`: id() of a parameter -> its index. `read`: returns the state of one
-    of this rank's parameters.
-    """
+    `parts`: the parameters of each rank. `indices`: id() of a parameter -> its index. `read`: reads the state of one of
+    this rank's parameters."""
     if group.rank != to:
         for param in parts[group.rank]:
             _send(group, read(param), to)
