@@ -1,9 +1,8 @@
 """Plan a run before anything is allocated: what rests on which tier, how large every buffer is, and whether the run
 fits.
 
-Promise: a plan is pure arithmetic. The run allocates exactly what the plan says, tier by tier and kind by kind; the
-ledger, which counts every allocation (telemetry/spans.py), checks this. A run that does not fit is refused, with the
-table of what it needs. Owner: the run's specification makes one plan for each run; the engine reports measured peaks
-next to it. Never: imports torch, looks at the machine (limits are arguments), or opens files, except those that
-describe a machine (machine.py).
+Promise: a plan is pure arithmetic. The run allocates exactly what the plan says, and its ledger (telemetry/spans.py)
+checks this. A run that does not fit is refused, with the table of what it needs. Owner: the run's specification makes
+one plan for each run. Never: imports torch, looks at the machine (limits are arguments), or opens files, except those
+that describe a machine (machine.py).
 """

@@ -1,5 +1,4 @@
-"""Size the memory of offloaded activations (their budget on a tier, bytes in transfer, staging buffers), and estimate
-the activations of a transformer."""
+"""Size the memory of offloaded activations, and estimate the activations of a transformer."""
 
 from __future__ import annotations
 
@@ -25,20 +24,18 @@ NO_STAGING = StagingSize()
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationPlan:
-    """Sizes for activations that leave the device. `nbytes`: their budget on `tier`. `in_flight_nbytes`: the most bytes
-    on the device that are being copied to the tier or back. `min_nbytes`: smaller tensors stay on the device.
-    `staging`: buffers between the device and nvme."""
+    """Sizes for activations that leave the device."""
 
     tier: str
-    nbytes: int
-    in_flight_nbytes: int
-    min_nbytes: int
-    staging: StagingSize = NO_STAGING
+    nbytes: int  # their budget on `tier`
+    in_flight_nbytes: int  # the most bytes on the device that are being copied to the tier or back
+    min_nbytes: int  # smaller tensors stay on the device
+    staging: StagingSize = NO_STAGING  # between the device and nvme
 
 
 def plan_activations(request: PlanRequest, host_room_nbytes: int) -> ActivationPlan | None:
-    """Size the activations of one rank; return None if they stay on the device. `host_room_nbytes`: the bytes of host
-    memory that the rest of the plan leaves."""
+    """Size the offloaded activations of one rank; return None if they stay on the device. `host_room_nbytes`: the bytes
+    of host memory that the rest of the plan leaves."""
     tier, section = request.activation_tier, request.config.tiered_zero.activations
     if tier == "device":
         return None
@@ -72,35 +69,25 @@ GELU_OF_OPERATIONS = "gelu_new"
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape:
-    """The shape of a transformer block. `token_nbytes` computes the bytes that autograd saves for a token.
-
-    Sizes, in elements of one token: `hidden`: the hidden state. `ffn`: the width of the feed-forward, or of one expert.
-    `query`: the queries of all heads. `key`: the keys of all heads.
-
-    `experts`: the number of experts that a token passes through; 0: there is no router. `norms`: the number of
-    normalizations of the hidden state. `norms_heads`: queries and keys are normalized too. `fp32_norms`: a
-    normalization consists of several fp32 operations, as in models with RMSNorm; False: it is one torch operation.
-    `gated`: the feed-forward has a gate. `masks`: dropout saves its masks. `eager`: attention keeps its scores.
-    `fp32_scores`: the softmax of eager attention runs in fp32."""
+    """The shape of a transformer block. Sizes are elements of one token."""
 
     hidden: int
-    ffn: int
+    ffn: int  # width of the feed-forward, or of one expert
     heads: int
-    query: int
-    key: int
-    norms: int = 2
-    fp32_norms: bool = False
-    norms_heads: bool = False
-    gated: bool = False
+    query: int  # of all heads
+    key: int  # of all heads
+    norms: int = 2  # normalizations of the hidden state
+    fp32_norms: bool = False  # a normalization is several fp32 operations (RMSNorm), not one torch operation
+    norms_heads: bool = False  # queries and keys are normalized too
+    gated: bool = False  # the feed-forward has a gate
     activation: str = "gelu"
-    experts: int = 0
-    masks: bool = False
-    eager: bool = False
-    fp32_scores: bool = True
+    experts: int = 0  # experts that a token passes through; 0: no router
+    masks: bool = False  # dropout saves its masks
+    eager: bool = False  # attention keeps its scores
+    fp32_scores: bool = True  # the softmax of eager attention runs in fp32
 
     def token_nbytes(self, length: int, itemsize: int) -> int:
-        """Return the bytes that autograd saves for one token. `length`: the number of tokens in its sample. `itemsize`:
-        the bytes of one element of an activation."""
+        """Return the bytes that autograd saves for one token of a sample of `length` tokens."""
         # A normalization saves its input and a statistic. One of several fp32 operations saves the input in
         # fp32, and also its result before the weight.
         norm_itemsize = 4 + itemsize if self.fp32_norms else itemsize
@@ -132,15 +119,13 @@ class BlockShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationEstimate:
-    """Estimated bytes of one micro-batch of `tokens` tokens; each block is checkpointed (computed again in backward).
-    `boundary_nbytes`: the saved input of one block. `num_boundaries`: the number of blocks. `block_nbytes`: the
-    activations of one block while it is computed again. `logits_nbytes`: logits and their loss."""
+    """Estimated bytes of one micro-batch. Each block is checkpointed: backward computes it again."""
 
     tokens: int
-    boundary_nbytes: int
-    num_boundaries: int
-    block_nbytes: int
-    logits_nbytes: int
+    boundary_nbytes: int  # the saved input of one block
+    num_boundaries: int  # the number of blocks
+    block_nbytes: int  # the activations of one block while it is computed again
+    logits_nbytes: int  # the logits and their loss
 
     @property
     def boundaries_nbytes(self) -> int:
@@ -148,12 +133,11 @@ class ActivationEstimate:
 
     @property
     def budget_nbytes(self) -> int:
-        """Return the budget, in bytes, that has room for the saved inputs of all blocks."""
+        """Return the bytes of a budget that has room for the saved inputs of all blocks."""
         return self.num_boundaries * align_up(self.boundary_nbytes, PAGE_NBYTES)
 
     def needed_nbytes(self, plan: ActivationPlan | None) -> int:
-        """Return the bytes that activations need on the computing device. `plan`: the budget for offloaded inputs of
-        blocks; None: none are offloaded."""
+        """Return the bytes that activations need on the computing device. Without a `plan`, all of them stay there."""
         return self.boundaries_nbytes - self.offloaded_nbytes(plan) + self.block_nbytes + self.logits_nbytes
 
     def offloaded_nbytes(self, plan: ActivationPlan | None) -> int:
@@ -168,14 +152,12 @@ class ActivationEstimate:
 def estimate_activations(
     block: BlockShape, *, samples: int, length: int, layers: int, vocab: int, itemsize: int
 ) -> ActivationEstimate:
-    """Estimate the activations of a micro-batch of `samples` samples, each of `length` tokens. `itemsize`: the bytes of
-    one element of an activation. The logits are taken to stay in memory through backward, because the caller holds the
-    model's output."""
+    """Estimate the activations of a micro-batch of `samples` samples, each of `length` tokens."""
     tokens = samples * length
     return ActivationEstimate(
         tokens=tokens,
         boundary_nbytes=itemsize * block.hidden * tokens,
         num_boundaries=layers,
         block_nbytes=block.token_nbytes(length, itemsize) * tokens,
-        logits_nbytes=tokens * vocab * (itemsize + LOSS_NBYTES),
+        logits_nbytes=tokens * vocab * (itemsize + LOSS_NBYTES),  # held through backward with the output
     )

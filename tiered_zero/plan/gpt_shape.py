@@ -14,18 +14,17 @@ HEAD_SIZE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """The shape of the built-in GPT, in counts, not bytes. `heads`: 0: one head for each 64 channels. `tied`: embedding
-    and output head share one weight."""
+    """The shape of the built-in GPT."""
 
     layers: int = 8
     hidden: int = 384
-    heads: int = 0
+    heads: int = 0  # 0: one head for each 64 channels
     vocab: int = 256
     context: int = 256
-    tied: bool = True
+    tied: bool = True  # embedding and output head share one weight
 
     def __post_init__(self) -> None:
-        """Compute `heads` if it is 0, and check the shape. Raises ConfigError for a shape that no GPT can have."""
+        """Compute `heads` if it is 0. Raises ConfigError for a shape that no GPT can have."""
         if not self.heads:
             object.__setattr__(self, "heads", max(1, self.hidden // HEAD_SIZE))
         for name in ("layers", "hidden", "heads", "vocab", "context"):
@@ -55,13 +54,11 @@ _FAMILIES = (
     (5e7, GPTConfig(vocab=50257, context=1024)),  # GPT-2
     (3e9, GPTConfig(vocab=128256, context=8192, tied=False)),  # Llama 3
 )
-"""The vocabulary, context and output head of real models, by their least number of parameters. They decide how much is
-paged."""
+"""The vocabulary, context and output head of real models, by their least number of parameters."""
 
 
 def gpt_of_size(num_wanted: float) -> GPTConfig:
-    """Return the shape of a GPT with about `num_wanted` parameters and about hidden = 128 * layers. Vocabulary and
-    context are those of real models of this size. Raises ConfigError for fewer than 1e6 parameters."""
+    """Return a GPT shape with about `num_wanted` parameters. Raises ConfigError for fewer than 1e6."""
     if not 1e6 <= num_wanted < math.inf:
         raise ConfigError(f"A model planned by its size has at least 1e6 parameters, not {num_wanted:g}.")
     family = [config for least, config in _FAMILIES if num_wanted >= least][-1]
@@ -70,7 +67,7 @@ def gpt_of_size(num_wanted: float) -> GPTConfig:
         one = replace(family, layers=1, hidden=hidden, heads=0)
         per_block = num_parameters(replace(one, layers=2)) - num_parameters(one)
         layers = round((num_wanted - num_parameters(one)) / per_block) + 1
-        if best is not None and layers < hidden / 128:
+        if best is not None and layers < hidden / 128:  # about hidden = 128 * layers
             return best
         best = replace(one, layers=max(1, layers))
     raise AssertionError("count() has no end")
@@ -90,8 +87,7 @@ def parse_count(text: str) -> float:
 
 
 def parse_gpt(text: str) -> GPTConfig:
-    """Read a shape such as 'gpt:layers=24,hidden=2048'. Settings that are not named keep their defaults. Raises
-    ConfigError."""
+    """Read a shape such as 'gpt:layers=24,hidden=2048'. Unnamed settings keep their defaults. Raises ConfigError."""
     family, _, settings = text.partition(":")
     if family.strip() != "gpt":
         raise ConfigError(f"The built-in model is written gpt:layers=24,hidden=2048; found {text!r}.")

@@ -45,62 +45,49 @@ _Flops = Annotated[float, _or_text(partial(_read_tera, unit="flops")), Field(gt=
 
 @dataclass(frozen=True, kw_only=True)
 class Disk:
-    """The disk of a directory, or a disk that a text describes. A field is None if its value is not known.
-
-    `path`: the directory, or the text that describes the disk. `nbytes`: free bytes for this user. `mixed_bytes_per_s`:
-    the rate of reads and writes together, if as many bytes are read as written at the same time. If this rate is left
-    out, it is computed from the other two, as if the disk read and wrote in turn. `rated_nbytes`: the bytes that may be
-    written in the disk's life, by its maker's rating."""
+    """The disk of a directory, or a disk that a text describes. A field is None if its value is not known."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
 
-    path: str
-    nbytes: _Nbytes | None = None
+    path: str  # the directory, or the text
+    nbytes: _Nbytes | None = None  # free for this user
     read_bytes_per_s: _Rate | None = None
     write_bytes_per_s: _Rate | None = None
-    mixed_bytes_per_s: _Rate | None = None
-    rated_nbytes: _Written | None = None
+    mixed_bytes_per_s: _Rate | None = None  # of reads and writes together, with as many bytes read as written
+    rated_nbytes: _Written | None = None  # may be written in the disk's life, by its maker's rating
 
     def __post_init__(self) -> None:
         read, write = self.read_bytes_per_s, self.write_bytes_per_s
         if (read is None) != (write is None):
             raise ValueError("expected both read_bytes_per_s and write_bytes_per_s, or neither")
-        if self.mixed_bytes_per_s is None and read and write:
+        if self.mixed_bytes_per_s is None and read and write:  # as if it read and wrote in turn
             object.__setattr__(self, "mixed_bytes_per_s", 2 / (1 / read + 1 / write))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Sizes and rates of a machine. If a value is not known, its field is None, or its dtype is missing in the mapping.
-
-    `source`: where the numbers come from. `date`: the date of the measurement, ISO 8601. `device`: "cpu", "cuda", ...
-    `device_nbytes`, `host_nbytes`: free bytes for this user. `flops_per_s`: "bf16", "fp16", "fp32" -> rate of matrix
-    products. `block_elements_per_s`, `logits_per_s`: rates of a model's other work: elements of hidden states, counted
-    in every block, and logits. `copy_bytes_per_s`: bytes read plus bytes written by a copy within host memory.
-    `update_bytes_per_s`: bytes read plus bytes written by AdamW on all cores. `to_device_bytes_per_s`,
-    `from_device_bytes_per_s`: rates of copies from and to pinned memory; None if the device is the CPU.
-    """
+    """Sizes and rates of a machine. A value that is not known is None, or missing in its mapping."""
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
 
     name: str
-    source: str = ""
-    date: str = ""
+    source: str = ""  # where the numbers come from
+    date: str = ""  # of the measurement, ISO 8601
     num_cores: Annotated[int, Field(gt=0)] | None = None
-    device: str = "cpu"
-    device_nbytes: _Nbytes | None = None
-    host_nbytes: _Nbytes | None = None
-    flops_per_s: Mapping[str, _Flops] = field(default_factory=dict)
-    block_elements_per_s: Mapping[str, _PerSecond] = field(default_factory=dict)
-    logits_per_s: Mapping[str, _PerSecond] = field(default_factory=dict)
-    copy_bytes_per_s: _Rate | None = None
-    update_bytes_per_s: _Rate | None = None
-    to_device_bytes_per_s: _Rate | None = None
-    from_device_bytes_per_s: _Rate | None = None
+    device: str = "cpu"  # or "cuda", ...
+    device_nbytes: _Nbytes | None = None  # free for this user
+    host_nbytes: _Nbytes | None = None  # free for this user
+    flops_per_s: Mapping[str, _Flops] = field(default_factory=dict)  # "bf16", "fp16", "fp32" -> matrix products
+    block_elements_per_s: Mapping[str, _PerSecond] = field(default_factory=dict)  # elements of the blocks' inputs
+    logits_per_s: Mapping[str, _PerSecond] = field(default_factory=dict)  # dtype -> logits
+    copy_bytes_per_s: _Rate | None = None  # read plus written by a copy within host memory
+    update_bytes_per_s: _Rate | None = None  # read plus written by AdamW on all cores
+    to_device_bytes_per_s: _Rate | None = None  # from pinned memory; None if the device is the CPU
+    from_device_bytes_per_s: _Rate | None = None  # to pinned memory; None if the device is the CPU
     disks: tuple[Disk, ...] = ()
 
     def save(self, path: Path) -> None:
-        """Write the machine to the file `path` as JSON, with mode 0600. An earlier file is replaced. Raises OSError."""
+        """Write the machine to the file `path` as JSON, with mode 0600. Replaces an earlier file. Raises OSError."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         with open(temporary, "wb", opener=partial(os.open, mode=0o600)) as file:
@@ -112,8 +99,8 @@ _READER: Final = TypeAdapter(Machine)
 
 
 def load_machine(path: Path) -> Machine:
-    """Read a machine from a JSON file: one that `Machine.save` wrote, or one written by hand. Sizes and rates may be
-    text: "24GiB", "7GB/s", "150TFLOPS", "1200TBW". Raises ConfigError."""
+    """Read a machine from a JSON file, as `Machine.save` writes it. Sizes and rates may be text: "24GiB", "7GB/s",
+    "150TFLOPS", "1200TBW". Raises ConfigError."""
     try:
         return _READER.validate_json(json.dumps(read_json(path)))
     except ValidationError as error:
@@ -135,10 +122,9 @@ def from_description(
     host_nbytes: int | None = None,
     disks: Sequence[Disk] = (),
 ) -> Machine:
-    """Return `base` with the given sizes and disks instead of its own. `base`: None: a machine without rates. If the
-    device of `base` is the CPU, `device_nbytes` adds an accelerator without known rates."""
+    """Return `base` with the given sizes and disks instead of its own. None for `base`: a machine without rates."""
     machine = base or Machine(name="described by options")
-    if device_nbytes is not None and machine.device == "cpu":
+    if device_nbytes is not None and machine.device == "cpu":  # add an accelerator without known rates
         machine = replace(machine, device="cuda", flops_per_s={}, block_elements_per_s={}, logits_per_s={})
     return replace(
         machine,

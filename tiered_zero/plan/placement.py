@@ -1,8 +1,5 @@
-"""Choose the tier of every unit, sub-group and gradient, list their slots (regions of a tier), and count the bytes that
-a step writes to nvme.
-
-One list of slots is used to reserve them, to plan in-place commits, and to hash the layout.
-"""
+"""Choose the tier of every unit, sub-group and gradient, list their slots, and count the bytes that a step writes to
+nvme."""
 
 from __future__ import annotations
 
@@ -16,31 +13,23 @@ from tiered_zero.plan.request import PlanRequest, SubGroupSize
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The tiers of all parameters, optimizer state and gradients.
+    """The tiers of all parameters, optimizer state and gradients."""
 
-    `params`: unit index -> tier of its parameters. `sharded`: indices of units; a rank keeps only its shard of these
-    units on their tier. All other units are kept whole, and a whole unit on "device" never leaves it. `state`: the tier
-    of each sub-group's state. `gradients`: index of a trainable unit -> tier of its gradients. It is "device" if all
-    the unit's state rests on the device: gradients and update then stay there too. Otherwise it is "host", or "nvme"
-    after `gradients_to_nvme`.
-    """
-
-    params: Mapping[int, str]
-    state: Sequence[str]
-    gradients: Mapping[int, str]
-    sharded: frozenset[int] = frozenset()
+    params: Mapping[int, str]  # unit index -> tier; a whole unit on "device" never leaves it
+    state: Sequence[str]  # the tier of each sub-group's state
+    gradients: Mapping[int, str]  # index of a trainable unit -> tier; "device" if all the unit's state is there
+    sharded: frozenset[int] = frozenset()  # indices of units; a rank keeps only its shard of each
 
     def is_resident(self, unit: Unit) -> bool:
         """Return whether the whole unit stays on the device at all times."""
         return self.params[unit.index] == "device" and unit.index not in self.sharded
 
     def home_nbytes(self, unit: Unit) -> int:
-        """Return the bytes of the unit's parameters in their home, the slot on a tier where they rest."""
+        """Return the bytes of the unit's parameters in their home."""
         return unit.shard_nbytes if unit.index in self.sharded else unit.nbytes
 
     def back_tier(self, unit: Unit) -> str:
-        """Return the tier to which the delayed update writes the unit's new parameters: host memory for a unit that
-        stays on the device, else the tier of its parameters."""
+        """Return the tier to which the delayed update writes the unit's new parameters."""
         return "host" if self.is_resident(unit) else self.params[unit.index]
 
 
@@ -56,13 +45,12 @@ def place(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request: Pla
 
 
 def place_params(units: Sequence[Unit], request: PlanRequest) -> dict[int, str]:
-    """Choose the tier of each unit's parameters; return unit index -> tier. If parameters are offloaded to nvme, the
-    first units stay in host memory, up to `max_in_cpu` elements."""
+    """Choose the tier of each unit's parameters; return unit index -> tier."""
     tiers: dict[int, str] = {}
     slowest, room = request.param_tier, request.config.zero_optimization.offload_param.max_in_cpu
     for unit in units:
         tier = "device" if unit.persistent else slowest
-        if tier == "nvme" and unit.params_numel <= room:
+        if tier == "nvme" and unit.params_numel <= room:  # `max_in_cpu` elements stay in host memory
             tier = "host"
             room -= unit.params_numel
         tiers[unit.index] = tier
@@ -70,22 +58,19 @@ def place_params(units: Sequence[Unit], request: PlanRequest) -> dict[int, str]:
 
 
 def place_state(subgroups: Sequence[SubGroupSize], request: PlanRequest) -> list[str]:
-    """Choose the tier of each sub-group's state. Tiers faster than `state_tier` are filled up to their limits; the
-    other sub-groups go to `state_tier`.
-
-    Sub-groups of embeddings are placed first: backward completes their gradients last, and a forward needs them first.
-    The others follow in the order of a forward. If state is offloaded, a sub-group without bytes of state is not placed
-    on the device: its update would then run there, but its parameters may rest on another tier.
-    """
+    """Choose the tier of each sub-group's state. Faster tiers are filled up to their limits; the rest goes to
+    `state_tier`."""
     total = sum(subgroup.state_nbytes for subgroup in subgroups)
     ratio = request.config.zero_optimization.offload_optimizer.ratio
     room = {"device": round((1 - ratio) * total), **request.state_limits}
     tiers = [request.state_tier] * len(subgroups)
+    # Embeddings first: backward completes their gradients last, and a forward needs them first.
     left = sorted(range(len(subgroups)), key=lambda index: (not subgroups[index].embedding, index))
     for tier in request.faster_tiers:
         free, passed = room.get(tier, 0), []
         for index in left:
             nbytes = subgroups[index].state_nbytes
+            # Without state a sub-group would be updated on the device, but its parameters may rest on another tier.
             if nbytes <= free and (nbytes or tier != "device"):
                 tiers[index] = tier
                 free -= nbytes
@@ -98,9 +83,8 @@ def place_state(subgroups: Sequence[SubGroupSize], request: PlanRequest) -> list
 def _place_gradients(
     units: Sequence[Unit], subgroups: Sequence[SubGroupSize], state_tiers: Sequence[str], last: str
 ) -> dict[int, str]:
-    """Choose the tier of each trainable unit's gradients; return unit index -> tier. It is "device" if all the unit's
-    state is on the device, else "host". `last`: the slowest tier of state; used as the state's tier for units without a
-    sub-group."""
+    """Place each trainable unit's gradients on the device if all its state is there, else in host memory. Return unit
+    index -> tier. `last`: the tier of state for units without a sub-group."""
     tiers_of: dict[int, set[str]] = {}
     for subgroup, tier in zip(subgroups, state_tiers, strict=True):
         for index in subgroup.parts:
@@ -119,11 +103,8 @@ def gradients_to_nvme(
     nbytes_of: Callable[[Unit], int],
     host_nbytes: int,
 ) -> Placement:
-    """Move gradients from host memory to nvme, except for the first `host_nbytes` of them. Return the new placement.
-
-    Gradients of the first units stay in host memory, because their updates come first. Gradients of a unit with some
-    state on the device stay too: that state is updated from gradients in host memory. `nbytes_of`: returns the bytes of
-    a unit's gradients."""
+    """Move gradients from host memory to nvme, except the first `host_nbytes` of them. Return the new placement.
+    `nbytes_of`: returns the bytes of a unit's gradients."""
     split = {
         index
         for subgroup, tier in zip(subgroups, tiers.state, strict=True)
@@ -135,38 +116,33 @@ def gradients_to_nvme(
         nbytes = nbytes_of(unit)
         if gradients.get(unit.index) != "host" or not nbytes:
             continue
-        if nbytes <= host_nbytes:
+        if nbytes <= host_nbytes:  # the first units are updated first
             host_nbytes -= nbytes
-        elif unit.index not in split:
+        elif unit.index not in split:  # state on the device is updated from gradients in host memory
             gradients[unit.index] = "nvme"
     return replace(tiers, gradients=gradients)
 
 
 COMMIT_KINDS = {"param": "commit_param", "param_back": "commit_param", "state": "commit"}
-"""Kind of a slot -> the kind under which the ledger counts the slot's second place on disk, which commits need."""
+"""Kind of a slot -> the ledger's kind for the slot's second place on disk. Commits need this place."""
 
 NUM_GRADIENT_WINDOWS = 3
-"""The number of windows: buffers in host memory through which gradients pass to and from nvme, one unit in each. One is
-filled, one keeps the gradients of the unit before until they are needed, and one is written."""
+"""The number of windows: buffers in host memory, each for one unit's gradients on their way to or from nvme. One is
+filled, one waits for its use, and one is written."""
 
 BUFFERS = -1
-"""The index of the slot that holds a copy of all the model's buffers; used in place of a unit's index."""
+"""The index of the slot for a copy of the model's buffers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedSlot:
-    """A slot that the run reserves: a region of a tier. `index`: the index of the sub-group if `kind` is "state", else
-    of the unit. A slot for a copy of the model's buffers has the index BUFFERS.
-
-    `num_durable`: the number of the slot's places on disk for in-place commits. 2: each commit writes the place that
-    the last commit does not name. 1: the slot is written once. 0: no commit includes the slot.
-    """
+    """A region of a tier that the run reserves."""
 
     kind: str
-    index: int
+    index: int  # of the sub-group if `kind` is "state", else of the unit; or BUFFERS
     nbytes: int
     tier: str
-    num_durable: int = 0
+    num_durable: int = 0  # places on disk for commits; 2: written in turn; 1: written once; 0: in no commit
 
     @property
     def name(self) -> str:
@@ -174,8 +150,7 @@ class PlannedSlot:
 
     @property
     def charges(self) -> list[tuple[str, int]]:
-        """Return (kind, bytes) of each of the slot's places. The ledger, which counts every allocation, counts the
-        bytes under this kind."""
+        """Return (kind in the ledger, bytes) of each of the slot's places."""
         more = max(0, self.num_durable - 1)
         return [(self.kind, self.nbytes), *[(COMMIT_KINDS.get(self.kind, self.kind), self.nbytes)] * more]
 
@@ -188,13 +163,8 @@ def list_slots(
     *,
     delayed: bool,
 ) -> list[PlannedSlot]:
-    """List the slots of a run in the order in which they are reserved: units, sub-groups, buffers.
-
-    A commit makes state durable, and everything that cannot be computed from state: parameters that no sub-group holds;
-    the model's buffers; all parameters, if they are a part of their masters (bf16_remainder). Each of these that rests
-    in memory has a copy on nvme, with a slot of its own. `delayed`: the update is delayed, so each unit that it updates
-    has a second slot for parameters.
-    """
+    """List the slots of a run in the order in which they are reserved: units, sub-groups, buffers. `delayed`: each unit
+    that is updated has a second slot for parameters."""
     commits, is_half = request.config.tiered_zero.checkpoint.in_place, request.state_format == "bf16_remainder"
     held = {index for subgroup in subgroups for index in subgroup.parts}
     slots: list[PlannedSlot] = []
@@ -205,6 +175,8 @@ def list_slots(
 
     for unit in units:
         index, nbytes, tier = unit.index, tiers.home_nbytes(unit), tiers.params[unit.index]
+        # A commit holds what state does not give: parameters outside of sub-groups, or all parameters if they are a
+        # part of their masters (bf16_remainder). What rests in memory has a copy on nvme.
         num_durable = 0 if not commits or (index in held and not is_half) else 1 + (index in held)
         if not tiers.is_resident(unit):
             add("param", index, nbytes, tier, num_durable)
@@ -221,19 +193,15 @@ def list_slots(
 
 @dataclass(frozen=True, kw_only=True)
 class UnitTraffic:
-    """The bytes that a step moves for one unit, and the elements that it computes with.
+    """The bytes that a step moves for one unit, and the elements that it computes with."""
 
-    `numel`: elements of parameters, without padding. `lookups`: elements of embeddings that no matrix product reads.
-    `is_tied`: the unit holds an embedding that is also the weight of a product. `params`, `gradients`: (tier, bytes) of
-    their home; ("", 0) for a unit without gradients. `is_paged`: the unit leaves the device. `state`: tier -> bytes."""
-
-    numel: int
-    lookups: int
-    is_tied: bool
-    params: tuple[str, int]
-    gradients: tuple[str, int]
-    is_paged: bool
-    state: Mapping[str, int]
+    numel: int  # elements of parameters, without padding
+    lookups: int  # elements of embeddings that no matrix product reads
+    is_tied: bool  # the unit holds an embedding that is also the weight of a product
+    params: tuple[str, int]  # (tier, bytes) of the home
+    gradients: tuple[str, int]  # (tier, bytes) of the home; ("", 0): the unit has none
+    is_paged: bool  # the unit leaves the device
+    state: Mapping[str, int]  # tier -> bytes
 
 
 def list_traffic(
@@ -269,10 +237,8 @@ def list_traffic(
 
 
 def written_on_nvme(units: Sequence[UnitTraffic], accumulation: int, *, in_backward: bool) -> dict[str, int]:
-    """Return kind -> bytes that a step of `accumulation` micro-batches writes to nvme. Kinds: "param" (trained
-    parameters), "state" (masters and state), and "gradient" (gradients that cannot stay in a window, a buffer in host
-    memory). See [Note: Gradients on NVMe]. `in_backward`: updates start in backward, so the last backward writes no
-    gradients."""
+    """Return kind ("param", "state", "gradient") -> bytes that a step of `accumulation` micro-batches writes to nvme.
+    `in_backward`: updates start in backward. See [Note: Gradients on NVMe]."""
     params = sum(unit.params[1] for unit in units if unit.state and unit.params[0] == "nvme")
     return {
         "param": params,
@@ -282,12 +248,9 @@ def written_on_nvme(units: Sequence[UnitTraffic], accumulation: int, *, in_backw
 
 
 def _gradient_writes(units: Sequence[UnitTraffic], accumulation: int, *, in_backward: bool) -> list[int]:
-    """Return the bytes of each write of gradients to nvme, in the order of backward: the last unit comes first. Each
-    backward writes the gradients of all units, except the last backward. When that ends, the gradients of the first
-    units are still in windows (buffers in host memory), and are not written. `in_backward`: updates start in backward,
-    so the last backward writes no gradients at all."""
+    """Return the bytes of each write of gradients to nvme, in the order of backward: the last unit comes first."""
     sizes = [unit.gradients[1] for unit in reversed(units) if unit.gradients[0] == "nvme"]
-    if in_backward:
+    if in_backward:  # the last backward writes none
         return sizes * (accumulation - 1)
-    kept = NUM_GRADIENT_WINDOWS - 1
+    kept = NUM_GRADIENT_WINDOWS - 1  # in windows when the last backward ends
     return (sizes * accumulation)[: max(0, len(sizes) * accumulation - kept)]

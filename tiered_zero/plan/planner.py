@@ -41,27 +41,23 @@ WINDOW_UNITS = 3
 SHARED_SEGMENT_NBYTES, SEGMENT_NBYTES = 20 * MIB, 2 * MIB
 LEAST_SEGMENT_NBYTES = 10 * MIB
 """Sizes of the segments in which torch's allocator takes memory on CUDA. Blocks larger than a MiB share segments of
-SHARED_SEGMENT_NBYTES. A block of at least LEAST_SEGMENT_NBYTES has a segment of its own, a multiple of
-SEGMENT_NBYTES."""
+SHARED_SEGMENT_NBYTES. From LEAST_SEGMENT_NBYTES on, a block has its own, a multiple of SEGMENT_NBYTES."""
 
 UPDATE_CHUNK_NUMEL, COPIES_CHUNK_NUMEL = 1 << 26, 1 << 22
-"""The most elements that an update on the device steps at once: UPDATE_CHUNK_NUMEL with fp32 state, COPIES_CHUNK_NUMEL
-with other formats, which are stepped through fp32 copies."""
+"""The most elements that an update on the device steps at once: with fp32 state, and with other formats."""
 
 NUM_UPDATE_COPIES = 12
-"""The number of temporary fp32 arrays of a chunk with other formats: the copies, and temporaries of rounding them
-back."""
+"""The number of temporary fp32 arrays of a chunk with other formats: copies of state, and temporaries of rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRow:
-    """The planned bytes of one kind on a tier. `kind`: the name under which the ledger, which counts every allocation,
-    counts these bytes. `what`: the kind in words, for tables and messages."""
+    """The planned bytes of one kind on a tier."""
 
     tier: str
-    kind: str
+    kind: str  # in the ledger
     nbytes: int
-    what: str
+    what: str  # the kind in words, for tables and messages
 
 
 _Row = tuple[str, str, int, str]
@@ -70,34 +66,24 @@ _Row = tuple[str, str, int, str]
 
 @dataclass(frozen=True, kw_only=True)
 class PagerLimits:
-    """Limits for the paged units (those that leave the device) while they are on the device.
+    """Limits for the paged units (those that leave the device) while they are on the device."""
 
-    `live_nbytes`: the planned bytes of these units on the device at once. `reserved_nbytes`: the memory that the
-    device's allocator takes for these bytes. `most_live_nbytes`: the most that the config allows, for code that uses
-    more units together than a forward of nested modules does (a checkpointed region of many blocks, `gathered`).
-    `one_module`: all parameters of the largest unit belong to one module, which no size cap cuts. `limited_by`: what
-    makes the window smaller than a full one: names of settings, and the tier if it has too little room. `tier`: the
-    tier whose limit applies to these units: "device", or "host" if the device's memory is the host's. `prefetch_numel`:
-    the most elements fetched ahead of their use. `reuse_numel`: a unit that is used again within this many elements is
-    kept if there is room.
-    """
-
-    live_nbytes: int
-    reserved_nbytes: int = 0
-    most_live_nbytes: int = 0
-    one_module: bool = False
-    limited_by: tuple[str, ...] = ()
-    tier: str = "device"
-    prefetch_numel: int = NO_LIMIT
-    reuse_numel: int = NO_LIMIT
+    live_nbytes: int  # planned bytes on the device at once
+    reserved_nbytes: int = 0  # memory that the device's allocator takes for these bytes
+    most_live_nbytes: int = 0  # allowed for code that uses more units together than a forward does
+    one_module: bool = False  # all parameters of the largest unit belong to one module, which no size cap cuts
+    limited_by: tuple[str, ...] = ()  # settings that make the window smaller, and the tier if it has too little room
+    tier: str = "device"  # the tier that limits them: "host" if the device's memory is the host's
+    prefetch_numel: int = NO_LIMIT  # the most elements fetched ahead of their use
+    reuse_numel: int = NO_LIMIT  # a unit used again within this many elements is kept if there is room
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Every size, placement and policy of a run. `request`: the request from which it was made.
+    """Every size, placement and policy of a run.
 
     `in_flight_nbytes`: the most bytes of gradients on their way to the host, or to other ranks. `grad_itemsize`: bytes
-    of a gradient's element as autograd makes it.
+    of a gradient's element as autograd makes it. `activations`: None: they stay on the device.
     """
 
     tiers: Placement
@@ -110,7 +96,6 @@ class Plan:
     request: PlanRequest
     units: tuple[UnitTraffic, ...]
     activations: ActivationPlan | None = None
-    """The memory of offloaded activations; None if activations stay on the device."""
 
     @property
     def delayed(self) -> bool:
@@ -153,9 +138,8 @@ class Plan:
         return f"{self.text}\n  {self.update_policy.text}"
 
     def written_nbytes(self, accumulation: int, activation_nbytes: int) -> dict[str, int]:
-        """Return kind -> bytes that a step of `accumulation` micro-batches writes to nvme. If something has two slots,
-        for the delayed update or for commits, a step writes only one of them. `activation_nbytes`: the bytes of
-        activations that one micro-batch saves on their tier."""
+        """Return kind -> bytes that a step of `accumulation` micro-batches writes to nvme. `activation_nbytes`: the
+        bytes of activations that one micro-batch saves on their tier."""
         in_backward = self.update_policy.optimizer_in_backward
         on_nvme = self.activations is not None and self.activations.tier == "nvme"
         written = written_on_nvme(self.units, accumulation, in_backward=in_backward)
@@ -166,7 +150,7 @@ class Plan:
         return self.needed_nbytes(tier) - self.request.limit_nbytes(tier)
 
     def check(self) -> None:
-        """Check the plan against all limits. Raises PlanError, with the table of bytes, for the first limit that is
+        """Check the plan against all limits. Raises PlanError, with the table of bytes, for the first one that is
         exceeded."""
         for tier, (limit, source) in self.limits.items():
             if self.missing_nbytes(tier) <= 0:
@@ -190,13 +174,11 @@ class Plan:
 
 
 def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request: PlanRequest) -> Plan:
-    """Make the plan of a run. Does not check limits: `Plan.check` does. Raises ConfigError for a size in the config
-    that cannot work.
+    """Make the plan of a run; `Plan.check` checks its limits. Raises ConfigError for a size in the config that cannot
+    work.
 
-    If the plan would exceed a limit, it shrinks in this order: the window (the paged parameters on the device at once);
-    the gradients in memory, which go to nvme; the sub-groups in flight, down to the fewest that the pipeline needs. A
-    plan that still exceeds a limit is the smallest one that these units and sub-groups allow; the caller may then cut
-    smaller sub-groups.
+    To keep the limits, the plan shrinks the window, then the gradients in memory (they go to nvme), then the sub-groups
+    in flight. If it still exceeds a limit, it is the smallest plan for these units and sub-groups.
     """
     plan = _plan_gradients(units, subgroups, request)
     if plan.missing_nbytes("host") <= 0 or request.num_state_buffers is not None:
@@ -206,14 +188,11 @@ def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request:
 
 
 def _plan_gradients(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request: PlanRequest) -> Plan:
-    """Make a plan, and place gradients last. If the config sets their tier, all go to it. With "auto", gradients go to
-    host memory while it has room, then to nvme.
-
-    Parameters that `max_in_cpu` keeps in host memory are placed before gradients, because they save more transfers. In
-    a step of n micro-batches, a byte of memory saves the disk 2n + 1 bytes of a parameter (read by forward and
-    backward, written by the update), but at most 2n bytes of a gradient."""
+    """Make a plan with gradients on the tier that the config sets. "auto" fills host memory first, then nvme."""
     if request.gradient_tier == "nvme":
         return _plan(units, subgroups, request, 0)
+    # Parameters of `max_in_cpu` come before gradients: in a step of n micro-batches, a byte of memory saves the disk 2n
+    # + 1 bytes of a parameter, but at most 2n bytes of a gradient.
     plan = _plan(units, subgroups, request, NO_LIMIT)
     if request.gradient_tier == "host" or plan.missing_nbytes("host") <= 0:
         return plan
@@ -296,8 +275,7 @@ def _rows(
     *,
     delayed: bool,
 ) -> list[_Row]:
-    """List the plan's rows for all bytes that rest on a tier, and for staging buffers. `gradients`: tier -> bytes of
-    gradients."""
+    """List the plan's rows for bytes that rest on a tier, and for staging buffers. `gradients`: tier -> bytes."""
     on_device = sum(tiers.home_nbytes(unit) for unit in units if tiers.params[unit.index] == "device")
     part = "parameters, this rank's part"
     shards = f" of rank {request.rank}'s shards" if request.shards_gradients else ""
@@ -328,9 +306,10 @@ def _rows(
 
 
 def _second_in_flight_nbytes(to_host: Sequence[Unit], request: PlanRequest, room_nbytes: int) -> int:
-    """Return the bytes of gradients to plan for a second unit in flight; 0 if the CPU computes, or if the device has no
-    room for them. On an accelerator a gradient is in flight from the launch of its computation on. With room for one
-    unit only, the host could not launch backward ahead of the device."""
+    """Return the bytes of gradients of a second unit in flight; 0 if the CPU computes or the device has no room for
+    them."""
+    # On an accelerator a gradient is in flight from the launch of its computation on. With room for one unit only, the
+    # host could not launch backward ahead of the device.
     second = sorted((unit.nbytes for unit in to_host), reverse=True)[1:2]
     return 0 if request.shares_cores or sum(second) > room_nbytes else sum(second)
 
@@ -338,9 +317,7 @@ def _second_in_flight_nbytes(to_host: Sequence[Unit], request: PlanRequest, room
 def _update_nbytes(
     subgroups: Sequence[SubGroupSize], state_tiers: Sequence[str], request: PlanRequest, grad_itemsize: int
 ) -> int:
-    """Return the temporary bytes of the largest update on an accelerator; 0 without one. They are the rule's own
-    temporaries, gradients in fp32, and the state that torch creates in the first step, before it is copied to its
-    slot."""
+    """Return the temporary bytes of the largest update on an accelerator; 0 without one."""
     count = request.temporaries
     on_device = [group for group, tier in zip(subgroups, state_tiers, strict=True) if tier == "device"]
     if count is None or not on_device:
@@ -350,13 +327,13 @@ def _update_nbytes(
     if request.state_format != "fp32":
         return 4 * NUM_UPDATE_COPIES * min(numel, COPIES_CHUNK_NUMEL)
     casts = grad_itemsize < 4 and not request.sums_gradients
+    # The rule's temporaries, fp32 gradients, and state that torch creates before it is copied to its slot.
     nbytes = 4 * numel * (count + casts) + largest.state_nbytes - 4 * numel
     return nbytes * min(numel, UPDATE_CHUNK_NUMEL) // max(1, numel)
 
 
 def _waiting_nbytes(trainable: Sequence[Unit], request: PlanRequest) -> int:
-    """Return the most bytes of gradients that wait on the device until their bucket is complete; 0 if ranks keep whole
-    gradients. A bucket is gradients that ranks reduce together."""
+    """Return the most bytes of gradients that wait on the device for their bucket; 0 if ranks keep whole gradients."""
     if not request.shards_gradients:
         return 0
     buckets = cut_buckets(trainable, request.world_size, request.bucket_numel)
@@ -366,9 +343,8 @@ def _waiting_nbytes(trainable: Sequence[Unit], request: PlanRequest) -> int:
 def _returned_nbytes(
     to_host: Sequence[Unit], subgroups: Sequence[SubGroupSize], state_tiers: Sequence[str], sums: bool
 ) -> int:
-    """Return the most bytes of gradients that are copied back to the device for one update. This happens if a unit's
-    state is split over tiers: the part with state on the device is updated there. `to_host`: the units whose gradients
-    leave the device. `sums`: gradients are fp32 sums."""
+    """Return the most bytes of gradients that are copied back to the device for one update, because their unit's state
+    is split over tiers. `sums`: gradients are fp32 sums."""
     itemsizes = {unit.index: 4 if sums else unit.itemsize for unit in to_host}
     return max(
         (
@@ -381,12 +357,8 @@ def _returned_nbytes(
 
 
 def _pager_limits(paged: Sequence[Unit], request: PlanRequest, room_nbytes: int, tier: str) -> PagerLimits:
-    """Size the window, the paged units on the device at once. It holds the largest chain and the two next largest
-    units, which are fetched ahead. A chain is the units of a module and of the modules around it, which are in use
-    together.
-
-    `room_nbytes`: the room that the limit of `tier` leaves. The window shrinks to this room, but not below the chain.
-    """
+    """Size the window: the paged units on the device at once. It shrinks to `room_nbytes`, but always holds the largest
+    chain: the paged units of one module and of all modules around it."""
     if not paged:
         return PagerLimits(live_nbytes=0)
     zero = request.config.zero_optimization
@@ -446,8 +418,7 @@ _STATE_TO_NVME = "set zero_optimization.offload_optimizer.device to nvme"
 
 def how_to_fit(plan: Plan, tier: str) -> str:
     """Describe how to make a plan fit on a tier that is too small: the largest rows, the settings that free the missing
-    bytes, and the smallest limit that is enough. The plan has already shrunk as far as it can without a change of
-    settings."""
+    bytes, and the smallest limit that is enough."""
     source, missing_nbytes = plan.limits[tier][1], plan.missing_nbytes(tier)
     rows = sorted(plan.rows_of(tier), key=lambda row: -row.nbytes)
     changes: dict[str, None] = {}
@@ -483,8 +454,7 @@ def _sentence(text: str) -> str:
 
 
 def _changes(plan: Plan, row: PlanRow, tier: str) -> Iterator[tuple[str, float]]:
-    """Yield the changes of settings that free bytes of a row on `tier`. Each comes with the share of the row that it
-    frees."""
+    """Yield (change of settings, share of the row's bytes on `tier` that it frees)."""
     request = plan.request
     kind, on_host = row.kind, tier == "host"
     if kind == "param" and row.tier == "device" and request.param_tier == "device" and not on_host:
@@ -524,9 +494,7 @@ def _changes(plan: Plan, row: PlanRow, tier: str) -> Iterator[tuple[str, float]]
 
 
 def _gradient_changes(plan: Plan, row: PlanRow, tier: str) -> Iterator[tuple[str, float]]:
-    """Yield the changes of settings that free gradients in host memory: (change, share of the gradients' bytes that it
-    frees). If a change moves state to nvme, gradients go there too, and only the windows stay in host memory. For a
-    small model the windows are as large as the gradients; the change is then left out."""
+    """Yield (change of settings, share of the gradients' bytes on `tier` that it frees)."""
     request = plan.request
     if tier == "host" and request.gradient_tier == "host" and request.state_tier == "nvme":
         yield "set tiered_zero.gradients to auto", 1.0
@@ -536,7 +504,7 @@ def _gradient_changes(plan: Plan, row: PlanRow, tier: str) -> Iterator[tuple[str
     if request.sums_gradients and plan.grad_itemsize < 4:
         yield "set gradient_accumulation_steps to 1, which needs no fp32 sums", 0.5
     window_nbytes = max((unit.gradients[1] for unit in plan.units), default=0)
-    share = 1 - NUM_GRADIENT_WINDOWS * window_nbytes / max(1, row.nbytes)
+    share = 1 - NUM_GRADIENT_WINDOWS * window_nbytes / max(1, row.nbytes)  # only windows stay there
     stays = request.world_size > 1 and not request.shards_gradients
     if tier == "host" and request.state_tier != "nvme" and share > 0 and not stays:
         yield _STATE_TO_NVME, share

@@ -1,23 +1,21 @@
-"""Define the request for a plan: a config, and facts about the machine, the ranks and the model. Decide which update
-policy runs, and which offloading runs if the CPU computes.
+"""Define the request for a plan: a config, and facts about the machine, the ranks and the model. Choose the update
+policy.
 
-[Note: The CPU as the device] If the CPU computes, paging parameters to and from host memory only copies them within
-this memory: it took a third of a step's CPU time. So offload_param and offload_optimizer with device cpu are resolved
-to none. This gives the same bits, and the plan, its notice and every record name what runs. Paging stays
+[Note: The CPU as the device] If the CPU computes, paging to and from host memory only copies within it: this took a
+third of a step's CPU time. So offload_param and offload_optimizer with device cpu run as none. The bits are the same;
+the plan, its notice and every record name what runs. Paging stays
 
 * with `tiered_zero.device_memory_limit`, which asks for a small device;
 * with seeded delays, which simulate another machine;
-* with several ranks: their gradients are reduced as the tiers say, and a shard is fetched by the same copy from either
-  tier.
+* with several ranks.
 
 State stays in host memory
 
-* if the requested update policy needs state off the device;
+* if the requested update policy needs it off the device;
 * if state is split over tiers;
 * if parameters rest on nvme: with state on the device, the update would copy them once more.
 
-Bytes on the device count against the limit of host memory, unless the device has a limit of its own or is simulated.
-The window (the parameters fetched from nvme that are in memory at once) then shrinks to the limit of host memory.
+Bytes on the device count against the limit of host memory, unless the device has its own limit or is simulated.
 """
 
 from __future__ import annotations
@@ -38,8 +36,8 @@ Limits = Mapping[str, tuple[int, str]]
 
 
 RESERVED_SHARE = 8
-"""An eighth of free device and host memory stays free if the config sets no limit. It is for what no plan counts:
-activations, the model's code, the system. A plan of all free memory would fail in its first forward."""
+"""An eighth of free device and host memory stays free if the config sets no limit. Activations, code and the system
+need it, and no plan counts them."""
 
 RESERVED = ", less an eighth for "
 """The text in a limit's name that says that RESERVED_SHARE was subtracted from free memory."""
@@ -48,13 +46,9 @@ RESERVED = ", less an eighth for "
 def limit_of(
     tier: str, free_nbytes: int | None, source: str, given_nbytes: int | None, prefix: str = "tiered_zero."
 ) -> dict[str, tuple[int, str]]:
-    """Return {tier: (bytes that may be used, text that names the limit in messages)}; {} if `free_nbytes` and
-    `given_nbytes` are both None.
-
-    `free_nbytes`: the free memory; None: not known. `given_nbytes`: the config's limit; None: the config sets none. The
-    config's limit applies if it is at most the free memory, or if the free memory is not known. In all other cases the
-    limit is the free memory less an eighth (RESERVED_SHARE). `source`: names the free memory in the text. `prefix`: the
-    beginning of the config's key in the text."""
+    """Return {tier: (bytes that may be used, the limit's name in messages)}; {} if both sizes are None. The limit is
+    `given_nbytes`, the config's. If that is None or more than `free_nbytes`, it is `free_nbytes` less an eighth.
+    `source`: what `free_nbytes` is, in words. `prefix`: the beginning of the config's key."""
     if given_nbytes is not None and (free_nbytes is None or given_nbytes <= free_nbytes):
         return {tier: (given_nbytes, f"{prefix}{tier}_memory_limit")}
     if free_nbytes is None:
@@ -67,34 +61,27 @@ NUM_STATE_STAGING = 3
 """The fewest staging buffers of state: one sub-group is read, one updated, one written."""
 
 MAX_BUCKET_NUMEL = 1 << 22
-"""The most elements of gradients in one collective, even if reduce_bucket_size is larger. Two collectives of 16 MiB of
-fp32 under way reach the full rate. A constant keeps the borders of buckets independent of memory."""
+"""The most elements of gradients in one collective. Two collectives of 16 MiB of fp32 reach the full rate. It is a
+constant, so that the borders of buckets do not depend on memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """The config of a run, and facts about its machine, ranks and model. The config's offload devices are those that
-    really run (see `resolve_host_tiers`). Raises ConfigError if the config asks for gradients, or for an update policy,
-    that cannot be used.
-
-    `shares_cores`: the CPU computes the model and the update. `device_is_host`: bytes on the device count against the
-    limit of host memory. See [Note: The CPU as the device]. `segments`: the device's allocator takes memory in
-    segments, as CUDA's does. `buffers_nbytes`: bytes of the model's buffers, which commits copy. `temporaries`: how
-    many fp32 arrays an update on an accelerator makes, besides copies of state and gradients; None: no accelerator.
-    `keeps_group_state`: a step changes values of its param group, such as a step count. `fewest_buffers`: plan the
-    fewest staging buffers of state."""
+    """A config, and facts about the machine, ranks and model of a run. The config's offload devices are those that
+    really run (see `resolve_host_tiers`). Raises ConfigError if the config's gradients or update policy cannot be
+    used."""
 
     config: Config
     limits: Limits = field(default_factory=dict)
-    shares_cores: bool = False
-    device_is_host: bool = False
-    segments: bool = False
-    buffers_nbytes: int = 0
+    shares_cores: bool = False  # the CPU computes the model and the update
+    device_is_host: bool = False  # bytes on the device count against the limit of host memory
+    segments: bool = False  # the device's allocator takes memory in segments, as CUDA's does
+    buffers_nbytes: int = 0  # bytes of the model's buffers, which commits copy
     rank: int = 0
     world_size: int = 1
-    temporaries: int | None = None
-    keeps_group_state: bool = False
-    fewest_buffers: bool = False
+    temporaries: int | None = None  # fp32 arrays of an update on an accelerator, besides copies; None: no accelerator
+    keeps_group_state: bool = False  # a step changes values of its param group, such as a step count
+    fewest_buffers: bool = False  # plan the fewest staging buffers of state
 
     def __post_init__(self) -> None:
         _check_delayed(self.config)
@@ -154,8 +141,7 @@ class PlanRequest:
 
     @property
     def gradient_tier(self) -> str:
-        """The tier of gradients that leave the device: "host", "nvme", or "auto" (host memory while it has room, then
-        nvme)."""
+        """The tier of gradients that leave the device: "host", "nvme", or "auto" (first host memory, then nvme)."""
         asked, on_nvme = self.config.tiered_zero.gradients, self.state_tier == "nvme"
         return asked if on_nvme and not self._keeps_whole_gradients and asked != "cpu" else "host"
 
@@ -177,8 +163,7 @@ class PlanRequest:
 
     @property
     def shards_params(self) -> bool:
-        """Whether each rank has parameters of its own shards only. If so, units are gathered for each use; otherwise,
-        after an update."""
+        """Whether each rank keeps parameters of its own shards only. Units are then gathered for each use."""
         return self.world_size > 1 and self.config.zero_optimization.stage == 3
 
     @property
@@ -189,7 +174,7 @@ class PlanRequest:
 
     @property
     def _keeps_whole_gradients(self) -> bool:
-        """Whether there are several ranks, and each keeps whole gradients. step() then reduces them in memory."""
+        """Whether there are several ranks, and each keeps whole gradients."""
         return self.world_size > 1 and not self.shards_gradients
 
     @property
@@ -199,8 +184,7 @@ class PlanRequest:
 
     @property
     def computing_tier(self) -> str:
-        """The tier whose limit holds for bytes on the device: "host" if these bytes count as host memory, else
-        "device"."""
+        """The tier whose limit holds for bytes on the device: "host" or "device"."""
         return "host" if self.device_is_host else "device"
 
     def limit_nbytes(self, tier: str) -> int:
@@ -220,17 +204,16 @@ def given(section: OffloadOptimizerSection | OffloadParamSection, name: str) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class SubGroupSize:
-    """The sizes of a sub-group. `state_nbytes`: bytes of its slot. `parts`: unit index -> the unit's elements in the
-    sub-group. `embedding`: True: this sub-group is placed before others, so it gets the faster tiers."""
+    """The sizes of a sub-group."""
 
-    state_nbytes: int
-    parts: Mapping[int, int]
-    embedding: bool = False
+    state_nbytes: int  # bytes of its slot
+    parts: Mapping[int, int]  # unit index -> the unit's elements in the sub-group
+    embedding: bool = False  # placed first, and so on the fastest tiers
 
 
 def splits_masters_off_device(config: Config) -> bool:
-    """Return whether masters are stored as their bf16 parameters and remainders (bf16_remainder), and the update runs
-    off the device. If so, no parameter may stay on the device."""
+    """Return whether masters are stored as bf16 parameters and remainders, and are updated off the device. If so, no
+    parameter may stay on the device."""
     return (
         config.tiered_zero.state_format == "bf16_remainder"
         and config.zero_optimization.offload_optimizer.device != "none"
@@ -238,11 +221,10 @@ def splits_masters_off_device(config: Config) -> bool:
 
 
 def unit_rules(config: Config, world_size: int = 1, *, whole_params: bool = False) -> UnitRules:
-    """Read from `config` the rules by which units are cut. Small parameters move with their block. They stay on the
-    device instead if parameters are offloaded, there is one rank, and the masters are not split off the device
-    (`splits_masters_off_device`). `whole_params`: ranks own whole parameters, because the update rule steps whole
-    parameters."""
+    """Read from `config` the rules by which units are cut. `whole_params`: the update rule steps whole parameters, so
+    each rank owns whole ones."""
     zero = config.zero_optimization
+    # Small parameters stay on the device, or else move with their block.
     persists = zero.offload_param.device != "none" and world_size == 1 and not splits_masters_off_device(config)
     return UnitRules(
         size_cap_numel=config.tiered_zero.unit_size_cap,
@@ -270,15 +252,11 @@ def _check_delayed(config: Config) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateChoice:
-    """The update policy of a run. `policy`: "barrier", "overlapped" or "delayed". `reason`: why this policy runs, in
-    words.
+    """The update policy of a run, and the reason for it in words."""
 
-    `optimizer_in_backward`: updates start before `step()`, as soon as a unit's gradients are complete.
-    """
-
-    policy: str
+    policy: str  # "barrier", "overlapped" or "delayed"
     reason: str
-    optimizer_in_backward: bool = False
+    optimizer_in_backward: bool = False  # updates start before step(), when a unit's gradients are complete
 
     @property
     def text(self) -> str:
@@ -288,16 +266,7 @@ class UpdateChoice:
 
 
 def choose_update_policy(request: PlanRequest, state_tiers: Collection[str]) -> UpdateChoice:
-    """Choose the update policy that runs. `state_tiers`: the tiers that hold optimizer state. The first case that
-    applies decides:
-
-    * Ranks have shards of the state and whole parameters: `barrier`, because step() ends with the gather of new
-      parameters.
-    * `tiered_zero.update` is `barrier` or `delayed`: the policy that it names.
-    * All state is on the device: `barrier`, because the update takes the device's own time.
-    * `tiered_zero.update` is `auto`, the CPU computes, and no state is on nvme: `barrier`.
-    * Everything else: `overlapped`.
-    """
+    """Choose the update policy that runs. `state_tiers`: the tiers that hold optimizer state."""
     policy = request.config.tiered_zero.update
     automatic, asked = policy == "auto", f"tiered_zero.update is {policy}"
     if request.shards_state and not request.shards_params:
@@ -327,9 +296,8 @@ def choose_update_policy(request: PlanRequest, state_tiers: Collection[str]) -> 
 
 
 def resolve_host_tiers(config: Config, limits: Limits, *, shares_cores: bool, world_size: int) -> Config:
-    """Return `config` with the devices to which parameters and optimizer state are really offloaded. If the CPU
-    computes, "cpu" may become "none": see [Note: The CPU as the device]. `shares_cores`: the CPU computes.
-    """
+    """Return `config` with the offload devices that really run. If the CPU computes, "cpu" may become "none": see
+    [Note: The CPU as the device]."""
     zero, settings = config.zero_optimization, config.tiered_zero
     param, state = zero.offload_param, zero.offload_optimizer
     if not shares_cores or world_size > 1 or "device" in limits or "cpu" not in (param.device, state.device):
@@ -348,8 +316,7 @@ def resolve_host_tiers(config: Config, limits: Limits, *, shares_cores: bool, wo
 
 
 def describe_resolved_tiers(asked: Config, effective: Config) -> str | None:
-    """Describe, in one notice, each offload device that `resolve_host_tiers` has changed; None if it has changed
-    none."""
+    """Describe in one notice each offload device that `resolve_host_tiers` changed; None if it changed none."""
     moved = [
         f"{name}.device {getattr(asked.zero_optimization, name).device} runs as none"
         for name in ("offload_param", "offload_optimizer")

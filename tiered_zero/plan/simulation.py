@@ -1,7 +1,7 @@
 """Simulate work that runs at the same time: a clock, lanes that do one job at a time, and events.
 
-A process is a generator. It yields a `Job` for a lane, an `Event` or a `Room`, and continues when the job is done, the
-event has come, or there is room.
+A process is a generator. It yields a `Job`, an `Event` or a `Room`, and continues when the job is done, the event has
+come, or there is room.
 """
 
 from __future__ import annotations
@@ -15,14 +15,12 @@ from itertools import count
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A piece of work for the lane of `resource`. `seconds`: how long it takes. `opposed_s`: how long it takes while
-    jobs of another resource wait for the same lane (a disk that also writes reads at another rate); None: `seconds`.
-    `order`: among waiting jobs the one with the lowest number goes first."""
+    """A piece of work for the lane of `resource`."""
 
     resource: str
     seconds: float
-    opposed_s: float | None = None
-    order: int = 0
+    opposed_s: float | None = None  # the seconds while jobs of another resource wait for the lane; None: `seconds`
+    order: int = 0  # of the waiting jobs the one with the lowest number goes first
 
 
 class Event:
@@ -45,8 +43,8 @@ class Event:
 
 
 class Room:
-    """A limited number of places, such as buffers. A process takes a place by `yield room`, and waits until one is
-    free. `leave` frees a place."""
+    """A limited number of places, such as buffers. `yield room` waits for a free place and takes it; `leave` frees
+    it."""
 
     def __init__(self, num_places: int) -> None:
         self.num_free = num_places
@@ -70,12 +68,12 @@ class _Lane:
 
 
 class Clock:
-    """Runs processes in simulated time. `lanes`: resource -> the lane that its jobs share with other resources; a
-    resource that is not named has a lane of its own. `num_events`: the number of jobs that have ended."""
+    """Runs processes in simulated time. `lanes`: resource -> the lane that it shares with other resources. A resource
+    that is not named has a lane of its own."""
 
     def __init__(self, lanes: dict[str, str]) -> None:
         self.now_s = 0.0
-        self.num_events = 0
+        self.num_events = 0  # jobs that have ended
         self._names = lanes
         self._lanes: dict[str, _Lane] = {}
         self._ends: list[tuple[float, int, _Lane, Process]] = []

@@ -14,8 +14,8 @@ from tiered_zero.plan.request import NUM_STATE_STAGING, PlanRequest, SubGroupSiz
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
 
 MAX_AUTO_STAGING_NBYTES = 16 * MIB
-"""The most bytes of a parameter staging buffer if the config gives no size: enough for the disk's full rate. Units move
-in chunks of this size."""
+"""The most bytes of a staging buffer for parameters (if the config gives no size), gradients or activations. It is
+enough for the disk's full rate."""
 
 NUM_PARAM_STAGING = 4
 AUTO_STATE_STAGING_NBYTES = 168 * MIB
@@ -26,13 +26,12 @@ NUM_GRADIENT_STAGING = 2
 """Gradient staging buffers: one is filled while the other is added up."""
 
 NUM_BUCKETS = 2
-"""The number of buckets, buffers for gradients that ranks reduce: one is reduced while the other is filled."""
+"""The number of buckets (buffers for gradients that ranks reduce): one is reduced while the other is filled."""
 
 MAX_AUTO_STATE_STAGING_NBYTES = 640 * MIB
 MAX_AUTO_STATE_STAGING_SHARE = 16
-"""Bounds for staging that holds the state of a whole unit: MAX_AUTO_STATE_STAGING_NBYTES, and a sixteenth of the host's
-limit. Such staging reads all state of a tied embedding ahead. Backward completes this embedding's gradient last, and
-the next forward waits for its update first."""
+"""Staging of state grows until it holds the state of a whole unit, but not above these bytes or a sixteenth of the
+host's limit. A tied embedding needs this: its gradient is complete last, and its update is needed first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +48,13 @@ class StagingSize:
 
 @dataclass(frozen=True, kw_only=True)
 class Staging:
-    """The pools of staging buffers, one for each kind of bytes. `gradient_windows`: buffers in host memory, each for
-    one unit's gradients on their way to or from nvme. `buckets`: buffers on `bucket_tier`, for gradients that ranks
-    reduce."""
+    """The pools of staging buffers, one for each kind of bytes."""
 
     params: StagingSize
     state: StagingSize
     gradients: StagingSize
-    gradient_windows: StagingSize = StagingSize()
-    buckets: StagingSize = StagingSize()
+    gradient_windows: StagingSize = StagingSize()  # in host memory, for gradients on nvme; each holds one unit
+    buckets: StagingSize = StagingSize()  # for gradients that ranks reduce
     bucket_tier: str = "host"
 
 
@@ -85,33 +82,28 @@ def size_staging(
 
 
 def _gradient_staging(to_host: Sequence[Unit], request: PlanRequest) -> StagingSize:
-    """Size the buffers for gradients that leave the device. On an accelerator one buffer is filled while the other is
-    added up. Each holds a whole unit if possible, because every buffer costs a wait. If the CPU computes, it adds
-    gradients in their own memory, and one buffer for the largest parameter is enough."""
+    """Size the buffers for gradients that leave the device."""
     if not to_host:
         return StagingSize()
-    if request.shares_cores:
+    if request.shares_cores:  # gradients are added in their own memory
         largest, count = max(entry.param.numel * unit.itemsize for unit in to_host for entry in unit.entries), 1
-    else:
+    else:  # a whole unit if possible: every buffer costs a wait
         largest, count = max(unit.nbytes for unit in to_host), NUM_GRADIENT_STAGING
     return StagingSize(nbytes=min(largest, MAX_AUTO_STAGING_NBYTES), count=count)
 
 
 def _buckets(trainable: Sequence[Unit], request: PlanRequest) -> StagingSize:
-    """Size the buckets, the buffers for gradients that ranks reduce. They have room for fp32, because gradients of
-    several backwards before one step() are summed in them."""
+    """Size the buckets: buffers for gradients that ranks reduce."""
     if request.world_size == 1 or not trainable:
         return StagingSize()
     buckets = cut_buckets(trainable, request.world_size, request.bucket_numel)
-    return StagingSize(nbytes=max(bucket.nbytes(4) for bucket in buckets), count=NUM_BUCKETS)
+    return StagingSize(nbytes=max(bucket.nbytes(4) for bucket in buckets), count=NUM_BUCKETS)  # 4: fp32 sums
 
 
 def _bucket_tier(units: Sequence[Unit], tiers: Placement, request: PlanRequest) -> str:
-    """Return the tier on which ranks reduce gradients. On an accelerator it is "device" if ranks keep shards of
-    gradients, which wait there for their bucket, or if all whole gradients rest on the device. Otherwise it is
-    "host"."""
+    """Return the tier on which ranks reduce gradients: "device" or "host"."""
     homes = {tiers.gradients[unit.index] for unit in units if unit.trainable}
-    on_device = request.shards_gradients or homes == {"device"}
+    on_device = request.shards_gradients or homes == {"device"}  # shards wait there for their bucket
     return "device" if on_device and not request.shares_cores else "host"
 
 
@@ -138,8 +130,8 @@ def _param_staging(on_nvme: Sequence[Unit], tiers: Placement, request: PlanReque
 def _state_staging(
     units: Sequence[Unit], subgroups: Sequence[SubGroupSize], tiers: Placement, request: PlanRequest
 ) -> StagingSize:
-    """Size the buffers in which sub-groups are updated. A buffer holds the parts of one sub-group that pass through it:
-    state on nvme, parameters that the update cannot write in place, and gradients on nvme."""
+    """Size the buffers in which sub-groups are updated. A buffer holds one sub-group's state and gradients on nvme, and
+    its parameters that the update cannot write in place."""
     itemsizes = {unit.index: unit.itemsize for unit in units}
     gradients = {
         unit.index: 4 if request.sums_gradients else unit.itemsize

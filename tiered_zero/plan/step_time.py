@@ -1,12 +1,9 @@
 """Predict the seconds of a step from the plan and the rates of a machine, before anything runs.
 
 [Note: Predicted seconds] A simulation has lanes for compute, the links, the update and the disk; each lane does one job
-at a time. A job waits for its lane, and for the event that the run would wait for. A forward waits for its unit's
-parameters and last update. An update waits for its state, and for the norm of all gradients, or for its own gradient if
-no norm is taken. A read of state waits for a staging buffer. A few steps are simulated, until each step takes as long
-as the one before. Of many micro-batches three are simulated; each further one is taken to last as long as the third. So
-the number of events depends on neither the parameters nor the micro-batches. If the CPU computes, compute, update,
-checksums and copies share one lane of cores.
+at a time. A job waits for its lane, and for the event that the run would wait for. A few steps are simulated, until
+each step takes as long as the one before. Of many micro-batches three are simulated; each further one takes as long as
+the third. If the CPU computes, compute, update, checksums and copies share one lane of cores.
 """
 
 from __future__ import annotations
@@ -28,25 +25,22 @@ from tiered_zero.sizes import TIERS
 
 MODEL_SHARE: Final = {"cpu": 0.45}
 OTHER_SHARE: Final = 0.75
-"""The speed of a whole model as a part of the rate of matrix products, if the model's other work was not measured:
-MODEL_SHARE by kind of device, OTHER_SHARE for any other kind."""
+"""A whole model's speed as a part of the rate of matrix products, if the speed of its other work was not measured."""
 
 PYTHON_S_PER_TENSOR: Final = 1.5e-4
 """Seconds of hooks and autograd for each trained tensor and micro-batch where the CPU computes."""
 
 OVERLAP_S_PER_TENSOR: Final = 3.7e-4
-"""Additional seconds for each trained tensor and micro-batch if updates run on another thread than the training
-loop."""
+"""Additional seconds for each trained tensor and micro-batch if updates run on a thread of their own."""
 
 PYTHON_S_PER_SUB_GROUP: Final = 7e-4
 """Seconds between two calls of the update's kernel, for each sub-group."""
 
 WEIGHT_PASSES: Final = 8
-"""How often forward and backward together read the weights, at the rate of copies. Products of few rows wait for
-this."""
+"""How often forward and backward together read the weights, at the rate of copies."""
 
 DISK_PASSES: Final = 2
-"""How often the cores pass over each byte of the disk: for its checksum, and for its copy."""
+"""How often the cores pass over each byte of the disk: for its checksum and for its copy."""
 
 MAX_UNITS: Final = 64
 """The most units in the simulation; if there are more, neighbours are joined."""
@@ -56,8 +50,7 @@ MAX_PIECES: Final = 192
 
 WARM_STEPS: Final = 3
 NUM_STEPS: Final = 2
-"""WARM_STEPS are simulated first, until each step takes as long as the one before. The mean of the next NUM_STEPS is
-the result."""
+"""WARM_STEPS steps are simulated first. The mean of the next NUM_STEPS is the result."""
 
 NUM_MICRO_BATCHES: Final = 3
 """The most micro-batches in the simulation: the first waits for updates, the last starts some."""
@@ -80,21 +73,17 @@ DISK: Final = {"disk read": "disk", "disk write": "disk"}
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The work of a step of `accumulation` micro-batches. `tokens`, `forward_flops`: of one micro-batch. `dtype`:
-    "bf16", "fp16" or "fp32". `num_block_elements`: elements of the inputs of all blocks, summed, in one micro-batch; 0:
-    not known. `num_logits`: logits of one micro-batch; 0: not known. `num_tensors`: the number of trained
-    parameters. `recomputes`: backward computes each forward again. `activation_nbytes`: the bytes that one micro-batch
-    saves on the plan's tier of activations."""
+    """The work of a step of `accumulation` micro-batches."""
 
-    tokens: int
-    forward_flops: float
+    tokens: int  # of one micro-batch
+    forward_flops: float  # of one micro-batch
     accumulation: int = 1
-    dtype: str = "bf16"
-    num_block_elements: int = 0
-    num_logits: int = 0
-    num_tensors: int = 0
-    recomputes: bool = False
-    activation_nbytes: int = 0
+    dtype: str = "bf16"  # or "fp16", "fp32"
+    num_block_elements: int = 0  # of all blocks' inputs in one micro-batch; 0: not known
+    num_logits: int = 0  # of one micro-batch; 0: not known
+    num_tensors: int = 0  # trained parameters
+    recomputes: bool = False  # backward computes each forward again
+    activation_nbytes: int = 0  # saved by one micro-batch on the plan's tier of activations
 
     def scaled(self, factor: float) -> Work:
         """Return the work of a step with `factor` times the tokens."""
@@ -110,20 +99,15 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class StepSeconds:
-    """A predicted step. `by_resource`: busy seconds of compute, fetch, reduce, update, disk read and disk write.
-    `tokens`: all tokens of the step. `written_nbytes`: kind -> bytes written to nvme. `num_events`: the number of
-    simulated events.
-
-    `hidden_from_tokens`: tier -> how many tokens a step must have so that compute hides all transfers of the tier; None
-    if the search found no number. `searched_tokens`: tier -> the largest number of tokens that the search tried."""
+    """A predicted step."""
 
     seconds: float
-    by_resource: Mapping[str, float]
-    tokens: int
-    written_nbytes: Mapping[str, int]
-    num_events: int
-    hidden_from_tokens: Mapping[str, int | None] = field(default_factory=dict)
-    searched_tokens: Mapping[str, int] = field(default_factory=dict)
+    by_resource: Mapping[str, float]  # resource -> busy seconds
+    tokens: int  # of the whole step
+    written_nbytes: Mapping[str, int]  # kind -> bytes written to nvme
+    num_events: int  # simulated
+    hidden_from_tokens: Mapping[str, int | None] = field(default_factory=dict)  # see `predict_step`; None: not found
+    searched_tokens: Mapping[str, int] = field(default_factory=dict)  # the most that the search tried
 
     @property
     def bound_by(self) -> str:
@@ -136,9 +120,8 @@ class StepSeconds:
 
 
 def forward_flops(units: Iterable[UnitTraffic], tokens: int, *, length: int = 0, width: int = 0) -> float:
-    """Count the operations of a forward: two for each token and each parameter in a matrix product, and those of causal
-    attention over samples of `length` tokens. `width`: layers * hidden size. If `length` or `width` is 0, no attention
-    is counted."""
+    """Count the operations of a forward: matrix products, and causal attention over samples of `length` tokens.
+    `width`: layers * hidden size. Without `length` or `width`, attention is not counted."""
     return 2.0 * tokens * (sum(unit.numel - unit.lookups for unit in units) + length * width)
 
 
@@ -159,10 +142,9 @@ def missing_rates(plan: Plan, work: Work, machine: Machine) -> list[str]:
 
 
 def predict_step(plan: Plan, work: Work, machine: Machine, *, finds_hidden: bool = True) -> StepSeconds:
-    """Predict the seconds of a step of `work` with `plan` on `machine`. `missing_rates` must be empty for them.
-
-    `finds_hidden`: for the host and for nvme, also search the fewest tokens per step with which the transfers take no
-    longer than compute. The search takes some ten predictions."""
+    """Predict the seconds of a step of `work` with `plan` on `machine`. `missing_rates` of these three must be empty.
+    `finds_hidden`: also search, for each tier, how many tokens a step needs so that transfers take no longer than
+    compute. The search takes some ten predictions."""
     rates = _Rates(plan, machine)
     seconds, by_resource, num_events = _simulate(plan, work, rates)
     step = StepSeconds(
@@ -180,17 +162,15 @@ def predict_step(plan: Plan, work: Work, machine: Machine, *, finds_hidden: bool
 
 
 def _is_used(plan: Plan, tier: str) -> bool:
-    """Return whether parameters, state or gradients have to be moved from or to the tier. In host memory none have to
-    be if the CPU computes."""
+    """Return whether parameters, state or gradients have to be moved from or to the tier."""
     if tier == "host" and plan.request.shares_cores:
         return False
     return any(tier in (unit.params[0], unit.gradients[0], *unit.state) for unit in plan.units)
 
 
 def _hidden_from(tier: str, plan: Plan, work: Work, machine: Machine) -> tuple[int, bool]:
-    """Search the least number of tokens in a step with which a tier adds no time (is hidden). Return (number, True); if
-    none was found, return (largest number tried, False). The smallest number tried makes compute as long as the tier's
-    busiest lane; the largest is eight times as many."""
+    """Search the least number of tokens in a step with which transfers of `tier` add no time. Return (number, True). If
+    none was found, return (largest number tried, False)."""
     rates = _Rates(plan, machine, only=tier)
 
     def is_hidden(factor: float) -> bool:
@@ -198,7 +178,7 @@ def _hidden_from(tier: str, plan: Plan, work: Work, machine: Machine) -> tuple[i
         return seconds <= HIDDEN_SHARE * _lanes(by_resource, rates)["compute"]
 
     lanes = _lanes(_simulate(plan, work, rates)[1], rates)
-    low = max(seconds for name, seconds in lanes.items() if name != "compute") / lanes["compute"]
+    low = max(seconds for name, seconds in lanes.items() if name != "compute") / lanes["compute"]  # compute as long
     if is_hidden(low):
         return ceil(low * work.tokens * work.accumulation), True
     if not is_hidden(high := 8 * low):
@@ -220,11 +200,10 @@ def _lanes(by_resource: Mapping[str, float], rates: _Rates) -> dict[str, float]:
 
 
 def _simulate(plan: Plan, work: Work, rates: _Rates) -> tuple[float, dict[str, float], int]:
-    """Simulate a step. Return its seconds, its seconds by resource, and the number of events. Only a few micro-batches
-    are simulated; each further one takes as long as the last of these."""
+    """Simulate a step. Return its seconds, its seconds by resource, and the number of events."""
     few = replace(work, accumulation=min(work.accumulation, NUM_MICRO_BATCHES))
     seconds, by_resource, num_events = _Run(plan, few, rates).predict()
-    if more := work.accumulation - few.accumulation:
+    if more := work.accumulation - few.accumulation:  # each takes as long as the last simulated one
         fewer_s, before, num = _Run(plan, replace(few, accumulation=few.accumulation - 1), rates).predict()
         seconds += more * (seconds - fewer_s)
         by_resource = {name: s + more * (s - before[name]) for name, s in by_resource.items()}
@@ -271,10 +250,9 @@ class _Rates:
         return self._job(resource, nbytes, self.machine.copy_bytes_per_s)
 
     def to_device(self, nbytes: float) -> Jobs:
-        """Return the jobs that fetch parameters from host memory. If the CPU computes, each byte is read and
-        written."""
+        """Return the jobs that fetch parameters from host memory."""
         if self.shares_cores:
-            return self.copy("fetch", 2 * nbytes)
+            return self.copy("fetch", 2 * nbytes)  # read and written
         return self._job("fetch", nbytes, self.machine.to_device_bytes_per_s)
 
     def from_device(self, nbytes: float) -> Jobs:
@@ -290,48 +268,41 @@ class _Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class _Piece:
-    """A part of the state of the simulated unit `unit`. It is updated as a whole. `reads`: the jobs that read from nvme
-    what the update needs: the state, and gradients. `update`: the jobs that compute the update. `writes`: the jobs that
-    write the state and new parameters to nvme. `staged_nbytes`: the bytes in a staging buffer; 0: no buffer is used."""
+    """A part of one simulated unit's state, updated as a whole."""
 
     unit: int
-    reads: Jobs
+    reads: Jobs  # state and gradients, from nvme
     update: Jobs
-    writes: Jobs
-    staged_nbytes: int
+    writes: Jobs  # state and new parameters, to nvme
+    staged_nbytes: int  # in a staging buffer; 0: none is used
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Unit:
-    """The work of one simulated unit (neighbouring units, joined) in one micro-batch. `head_s`: seconds of forward's
-    product with a tied embedding, after all units. `fetch`: jobs that bring parameters from their home to the device.
-    `forwarded`: jobs that bring them from the buffers of an update that has just ended. `save`, `restore`: jobs that
-    move activations to their tier and back. `gradient`: jobs that bring the gradient to its home."""
+    """The work of one simulated unit (neighbouring units, joined) in one micro-batch."""
 
     forward_s: float
     backward_s: float
-    head_s: float
-    fetch: Jobs
-    forwarded: Jobs
-    save: Jobs
-    restore: Jobs
-    gradient: Jobs
+    head_s: float  # of forward's product with a tied embedding, after all units
+    fetch: Jobs  # parameters, from their home to the device
+    forwarded: Jobs  # parameters, to the device from the buffers of an update that has just ended
+    save: Jobs  # activations, to their tier
+    restore: Jobs  # activations, back to the device
+    gradient: Jobs  # gradients, to their home
     is_paged: bool
 
 
 @dataclass(kw_only=True)
 class _Use:
-    """One use of a unit in a step: its forward or its backward in micro-batch `micro`. `is_hit`: the device still has
-    the unit. `is_kept`: the next use will be a hit. `completes`: the unit's gradient of this micro-batch is complete
-    after the use."""
+    """One use of a unit in a step: its forward or its backward in a micro-batch."""
 
     unit: int
     micro: int
     is_forward: bool
     seconds: float
-    completes: bool = False
-    is_hit: bool = False
-    is_kept: bool = False
+    completes: bool = False  # the unit's gradient of this micro-batch is complete
+    is_hit: bool = False  # the device still has the unit
+    is_kept: bool = False  # the next use will be a hit
 
 
 def _join(units: Sequence[UnitTraffic]) -> list[list[UnitTraffic]]:
@@ -398,18 +369,17 @@ def _cost(units: Sequence[UnitTraffic], plan: Plan, work: Work, rates: _Rates) -
 
 
 def _forward_s(work: Work, machine: Machine) -> float:
-    """Return the seconds of a forward: those of its products, and a third of those of all other work. The rates of
-    other work count forward and backward together, and backward takes two thirds."""
+    """Return the seconds of a forward: its matrix products, and its part of all other work."""
     product_s = work.forward_flops / machine.flops_per_s[work.dtype]
     in_blocks, logits = machine.block_elements_per_s.get(work.dtype), machine.logits_per_s.get(work.dtype)
     if not (work.num_block_elements and in_blocks and logits):
         return product_s / MODEL_SHARE.get(machine.device, OTHER_SHARE)
+    # These rates are of forward and backward together; backward takes two thirds.
     return product_s + (work.num_block_elements / in_blocks + work.num_logits / logits) / 3
 
 
 def _cut(joined: Sequence[Sequence[UnitTraffic]], plan: Plan, rates: _Rates) -> list[_Piece]:
-    """Cut the state of the units into pieces, in the order of a forward. A unit's pieces in host memory come first, as
-    in the plan. On an accelerator, state on the device gets no pieces: its update takes no time of the other lanes."""
+    """Cut the state of the units into pieces, in the order of a forward."""
     most = min(MAX_PIECES, len(plan.tiers.state))
     staged_nbytes = sum(unit.state.get("nvme", 0) for unit in plan.units)
     state_nbytes = sum(sum(unit.state.values()) for unit in plan.units)
@@ -420,6 +390,7 @@ def _cut(joined: Sequence[Sequence[UnitTraffic]], plan: Plan, rates: _Rates) -> 
         grad_nbytes = sum(unit.gradients[1] for unit in units if unit.state)
         param_nbytes = {tier: sum(u.params[1] for u in units if u.params[0] == tier and u.state) for tier in TIERS}
         grads_nvme = sum(unit.gradients[1] for unit in units if unit.gradients[0] == "nvme")
+        # On an accelerator, an update of state on the device takes no time of the other lanes.
         for tier in TIERS if rates.shares_cores else TIERS[1:]:
             nbytes = sum(unit.state.get(tier, 0) for unit in units)
             if not nbytes or not (rates.counts(tier) or rates.shares_cores):
@@ -452,21 +423,17 @@ def _seconds(jobs: Jobs) -> float:
 
 
 class _Step:
-    """The events of one step in the simulation, for which processes wait.
-
-    `fetched`: one for each use of a unit. `gradients`, `updated`: one for each unit. The others are for the whole step:
-    `arrived`: all gradients are in their home. `norm`: updates may start. `computed`: all pieces of state are updated.
-    `written`: all pieces are back on their tier."""
+    """The events of one simulated step."""
 
     def __init__(self, num_uses: int, num_units: int, pieces: Sequence[_Piece]) -> None:
         of_unit = Counter(piece.unit for piece in pieces)
-        self.fetched = [Event() for _ in range(num_uses)]
+        self.fetched = [Event() for _ in range(num_uses)]  # one for each use of a unit
         self.gradients = [Event() for _ in range(num_units)]
-        self.arrived = Event(num_units)
-        self.norm = Event()
+        self.arrived = Event(num_units)  # all gradients are in their home
+        self.norm = Event()  # updates may start
         self.updated = [Event(of_unit[index]) for index in range(num_units)]
-        self.computed = Event(len(pieces))
-        self.written = Event(len(pieces))
+        self.computed = Event(len(pieces))  # all pieces are updated
+        self.written = Event(len(pieces))  # all pieces are back on their tier
 
 
 class _Run:
@@ -488,9 +455,7 @@ class _Run:
         self._ends: list[float] = []
 
     def _list_uses(self, tied: Sequence[int], accumulation: int) -> list[_Use]:
-        """List the uses of units in a step, in order. A use is marked as kept if the unit then stays on the device
-        until its next use: fewer than WINDOW_UNITS other units are used in between. `tied`: the units with a tied
-        embedding, which are used a second time in forward and in backward."""
+        """List the uses of units in a step, in order. Each pass uses the units `tied`, with a tied embedding, twice."""
         uses: list[_Use] = []
         for micro in range(accumulation):
             for index, unit in enumerate(self._units):
@@ -502,6 +467,7 @@ class _Run:
                 uses.append(_Use(unit=index, micro=micro, is_forward=False, seconds=seconds))
             for index, unit in reversed([*enumerate(self._units)]):
                 uses.append(_Use(unit=index, micro=micro, is_forward=False, seconds=unit.backward_s, completes=True))
+        # The device keeps a unit if fewer than WINDOW_UNITS other units are used before its next use.
         for number, use in enumerate(uses):
             between: set[int] = set()
             for later in uses[number + 1 :]:
@@ -522,11 +488,11 @@ class _Run:
         clock.run(self._drive(), lambda: len(self._ends) == len(self._steps) - 1)
         mean_s = (self._ends[-1] - self._ends[WARM_STEPS - 1]) / NUM_STEPS
         by_resource = self._sum_jobs()
+        # A step takes at least as long as all jobs of one lane; the simulation ends before its last writes.
         return max(mean_s, *_lanes(by_resource, self._rates).values()), by_resource, clock.num_events
 
     def _sum_jobs(self) -> dict[str, float]:
-        """Sum the seconds of a step's jobs by resource. A step takes at least as long as all jobs of one lane together.
-        The simulation may say less, because it ends before the last writes of its last step."""
+        """Sum the seconds of a step's jobs by resource."""
         sums = dict.fromkeys(RESOURCES, 0.0)
         jobs = [job for piece in self._pieces for job in (*piece.reads, *piece.update, *piece.writes)]
         for use in self._uses:
@@ -601,12 +567,8 @@ class _Run:
             before = step
 
     def _update(self, pieces: Sequence[_Piece], staged: bool) -> Process:
-        """Start the update of every piece, in each step. If updates start in step(), the first step has the order of a
-        forward. If updates start in backward, it has the order of a backward. Each later step has the order of the step
-        before it.
-
-        If updates start in backward, units whose gradient is complete come before all others, in the order of a
-        forward. `staged`: the pieces pass through staging buffers."""
+        """Start the update of every piece, in each step. `staged`: the pieces pass through staging buffers."""
+        # The order of the first step; each later step takes the order of the step before it.
         order = [*(reversed(pieces) if self._in_backward else pieces)]
         for step in self._steps if pieces else ():
             left: dict[int, list[_Piece]] = {}
@@ -616,6 +578,7 @@ class _Run:
             while left:
                 if staged:
                     yield self._buffers
+                # In backward, units with a complete gradient come first, in the order of a forward.
                 ready = (u for u in units if u in left and step.gradients[u].has_come) if self._in_backward else ()
                 index = next(iter(ready), next(iter(left)))
                 order.append(piece := left[index].pop(0))
