@@ -1,5 +1,5 @@
-"""Run activation checkpoints as DeepSpeed does: the recomputation in backward draws the random numbers that forward
-drew, also from generator states that a program keeps by name."""
+"""Run activation checkpoints as DeepSpeed does: a recomputation draws the random numbers that forward drew, also from
+named generator states."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ MODEL_PARALLEL = "model-parallel-rng"
 
 @final
 class RandomStates:
-    """Named states of the device's random generator, for parts of a model that draw from states of their own. Method
-    names are those of DeepSpeed's CudaRNGStatesTracker. Used on the threads of forward and of backward."""
+    """Named states of the device's random generator, with the methods of DeepSpeed's CudaRNGStatesTracker."""
 
     def __init__(self) -> None:
         self._states: dict[str, torch.Tensor] = {}
@@ -79,8 +78,8 @@ def _kept_state() -> Iterator[Any]:
 
 
 def seed_generators(states: RandomStates, seed: int, rank: int = 0) -> None:
-    """Seed the device's generator with `seed`. Replace all of `states` by one, MODEL_PARALLEL, which has another seed
-    for each model-parallel `rank`."""
+    """Seed the device's generator with `seed`. Replace all of `states` by MODEL_PARALLEL, with another seed for each
+    `rank`."""
     device = find_device("auto").type
     states.reset()
     (torch if device == "cpu" else torch.get_device_module(device)).manual_seed(seed)
@@ -97,8 +96,8 @@ def run_checkpointed(
 
 @final
 class _Tracked:
-    """Wraps a function that runs in forward and again in recomputations. Each recomputation gets the named random
-    states that the first call began with. After it the present states are restored."""
+    """Wraps a function that runs in forward and again in recomputations. A recomputation begins with the named random
+    states of the first call. After it the present states are restored."""
 
     def __init__(self, function: Callable[..., Any], states: RandomStates) -> None:
         self._function, self._states = function, states

@@ -1,5 +1,5 @@
-"""Move activations, storages that autograd saves in forward, to a place: a budget of bytes in host memory or on NVMe.
-Read them back ahead of their use in backward. A record describes one moved storage."""
+"""Move activations, storages that autograd saves in forward, off the device, and read them back ahead of backward. They
+rest in a place: a budget of bytes in host memory or on NVMe. A record describes one moved storage."""
 
 from __future__ import annotations
 
@@ -39,15 +39,14 @@ NUM_AHEAD = 2
 """How many records are read back before backward asks for them, if there is room."""
 
 MAX_GAP = 32
-"""How far back, in records, to look for records to read ahead. Records in between were dropped, or backward needs them
-no more."""
+"""How far back, in records, to look for records to read ahead."""
 
 # -- places ------------------------------------------------------------------------------------------------------------
 
 
 class Place(Protocol):
-    """Interface to the memory that holds moved activations: a budget of bytes, addressed from 0. `write` and `read` run
-    on the lane, in the order of their submission."""
+    """Memory for moved activations, addressed from byte 0. `write` and `read` run on the lane, in the order of
+    submission."""
 
     waits: bool
     """Whether `write` or `read` waits for something besides earlier jobs, such as a disk."""
@@ -92,7 +91,7 @@ class HostPlace:
 @final
 class NvmePlace:
     """A place in one slot on NVMe. `write` returns when the bytes are in staging buffers; a later read or write of the
-    same bytes waits for the disk first. If the CPU computes, the disk reads straight into the target."""
+    same bytes waits for the disk."""
 
     waits = True
 
@@ -150,8 +149,7 @@ class NvmePlace:
     def new_target(self, nbytes: int) -> torch.Tensor:
         if not self._reads_directly:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._accelerator.device)
-        # a new mapping each time: a pool that reuses mappings takes 3% off a step of GPT-2 30M on two cores, and adds
-        # 110 MiB to the peak of memory. Not inherited by forked children, like HostArena's memory.
+        # a new mapping each time: reuse would take 3% off a step, and add 110 MiB to the peak of memory
         mapping = map_memory(align_up(nbytes, PAGE_NBYTES), "MADV_HUGEPAGE", "MADV_DONTFORK")
         return torch.frombuffer(mapping, dtype=torch.uint8)[:nbytes]
 
@@ -198,8 +196,8 @@ def _pages(target: torch.Tensor) -> BufferView:
 
 @final
 class _Reference:
-    """Held by all `SavedActivation`s of one record. When autograd has freed the last of these, this object is
-    collected, and the record is dropped."""
+    """Held by all `SavedActivation`s of one record. When autograd has freed the last of these, the record is
+    dropped."""
 
     __slots__ = ("__weakref__", "_dropped", "index", "step")
 
@@ -207,16 +205,14 @@ class _Reference:
         self.index, self.step, self._dropped = index, step, dropped
 
     def __del__(self) -> None:
-        """Mark the record as one to drop. Runs at any time and on any thread; the driver thread drops the record
-        later."""
+        """Mark the record as dropped; the driver thread frees it later. Runs at any time, on any thread."""
         self._dropped.append((self.step, self.index))
 
 
 @final
 @dataclass(eq=False, kw_only=True)
 class _Record:
-    """One moved storage. `key`: (storage, version), see `ActivationMover._find`. `counter`: see `SavedActivation`.
-    `at`: its first byte in the place."""
+    """One moved storage. `key`: (storage, version). `counter`: see `SavedActivation`. `at`: first byte in the place."""
 
     index: int
     key: tuple[int, int]
@@ -234,8 +230,7 @@ class _Record:
 
 @final
 class SavedActivation:
-    """Autograd keeps this object instead of a moved tensor. `counter`: an empty tensor that shares the moved tensor's
-    version counter."""
+    """Autograd keeps this object instead of a moved tensor. `counter` shares the tensor's version counter."""
 
     __slots__ = ("_mover", "_was_unpacked", "counter", "dtype", "offset", "reference", "size", "stride", "version")
 
@@ -261,7 +256,7 @@ def _counter_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_shared(counter: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Return whether `counter` and `tensor` share one version counter: move the counter, compare, and restore it."""
+    """Return whether `counter` and `tensor` share one version counter."""
     before = tensor._version
     with _unsafe_preserve_version_counter(counter):
         increment_version(counter)
@@ -291,9 +286,8 @@ class ActivationMover:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor, version: int) -> SavedActivation | None:
-        """Return the object that autograd keeps instead of `tensor`, which is detached, and begin to move the tensor's
-        storage if it is not moved yet. Return None if the tensor stays on the device. `version`: the tensor's
-        version."""
+        """Move the storage of a detached tensor, unless it is moved already. Return what autograd keeps instead of the
+        tensor; None: it stays on the device. `version`: the tensor's version counter."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
             return None
         if torch._C._current_graph_task_id() != -1 or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -311,22 +305,18 @@ class ActivationMover:
             return SavedActivation(self, reference, tensor, version)
 
     def _fits(self, tensor: torch.Tensor, nbytes: int) -> bool:
-        """Return whether the tensor can be moved: it is plain memory, and takes a large enough part of its storage.
-        `nbytes`: the bytes of the storage."""
+        """Return whether the tensor is plain memory and takes a large enough part of its storage of `nbytes` bytes."""
         if nbytes > MAX_SHARE_OF_STORAGE * tensor.nbytes or nbytes % tensor.itemsize or tensor.is_quantized:
             return False
         return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor() or 0 in tensor.stride())
 
     def _find(self, key: tuple[int, int], tensor: torch.Tensor) -> _Reference | None:
-        """Find the record of the tensor's storage in its present version, and return a reference of the record. Return
-        None if this version was not moved. `key`: (storage, version).
-
-        Return None, too, if the tensor does not share the record's version counter. A tensor made by `.data` has a
-        counter of its own, which may show the record's version although the bytes were written since."""
+        """Return a reference of the record of the tensor's storage in its present version; None if this version was not
+        moved. `key`: (storage, version)."""
         record = self._by_key.get(key)
         if record is None or record.storage.expired():  # type: ignore[no-untyped-call]
             return None
-        if not _is_shared(record.counter, tensor):
+        if not _is_shared(record.counter, tensor):  # made by `.data`: its bytes may have been written since
             return None
         reference = record.reference()
         self._counts["num_shared"] += reference is not None
@@ -373,10 +363,8 @@ class ActivationMover:
         return reference
 
     def _wait_written(self, allowed_nbytes: int, *, on_host: bool = False) -> None:
-        """Wait for writes to the place, oldest first, and free the device memory of their storages, until at most
-        `allowed_nbytes` are in flight. After that, free storages whose writes are done already, up to the first write
-        that is not. `on_host`: True: block until each write is done; False: order compute's later launches after
-        it."""
+        """Wait for the oldest writes until at most `allowed_nbytes` are in flight, and free the device memory of
+        completed ones. `on_host`: block until each write is done; False: order compute's later launches after it."""
         while self._writing and (self._in_flight_nbytes > allowed_nbytes or self._writing[0][0].done()):
             written, source = self._writing[0]
             try:
@@ -395,8 +383,7 @@ class ActivationMover:
 
     def restore(self, reference: _Reference, *, is_first: bool) -> torch.Tensor:
         """Return the record's bytes on the device, [n] uint8, and begin to read the records that backward needs next.
-        `is_first`: whether this is the first call for this saved activation. Raises ModelError if the step that saved
-        the record has ended."""
+        `is_first`: whether the saved activation asks for the first time. Raises ModelError if its step has ended."""
         with self._profiled("unpack"):
             if self._is_closed or reference.step != self._step:
                 raise ModelError(
@@ -450,9 +437,8 @@ class ActivationMover:
                 return
 
     def _make_room(self, nbytes: int) -> None:
-        """Make room for `nbytes` in flight. First wait for writes, and free the storages that were written. If that is
-        too little, free storages that were read back, beginning with the one saved last: backward reads them again when
-        it needs them."""
+        """Make room for `nbytes` in flight: wait for writes and free their storages, then free storages that were read
+        back. Backward reads the freed ones again when it needs them."""
         allowed_nbytes = self._plan.in_flight_nbytes - nbytes
         self._wait_written(allowed_nbytes)
         if self._in_flight_nbytes > allowed_nbytes:
@@ -512,7 +498,7 @@ class ActivationMover:
         self._ledger.correct("device", "activation_in_flight", 0)
 
     def _free_dropped(self) -> None:
-        """Remove the dropped records, those whose graphs are gone, and free their bytes in the place."""
+        """Remove records that autograd has dropped, and free their bytes in the place."""
         while self._dropped:
             step, index = self._dropped.popleft()
             if step != self._step:

@@ -1,13 +1,12 @@
 """Defer Ctrl-C during work that cannot be undone, and call the closing functions of a run in order.
 
 [Note: Interrupted calls] Python's own handler of SIGINT raises KeyboardInterrupt on the main thread, between any two
-lines, also of this package. The interrupted call drops its step: `Entrance.abort` ends what runs, and resets what the
-step has used. Some work cannot be dropped: `step()`, a backward whose updates have begun, a load that replaces values,
-the write of a change under `gathered(modify=True)`, an in-place commit, `close()`. An interrupt there would make the
-engine unusable, and lose the work since the last save, so KeyboardInterrupt is raised when this work has ended. A
-second interrupt is raised immediately, and so is an exception of the program's own handler of SIGINT. If such an
-exception ends work that cannot be undone, the engine latches (refuses later calls). A handler, such as one that sets a
-time limit, may raise an error while a lane's job runs on the main thread: the error is then the job's error."""
+lines, also of this package. The interrupted call then drops its step (`Entrance.abort`). Some work cannot be dropped:
+`step()`, a backward whose updates have begun, a load that replaces values, the write of a change under
+`gathered(modify=True)`, an in-place commit, `close()`. A KeyboardInterrupt during such work is raised when the work has
+ended. A second one is raised immediately, and so is an exception of the program's own handler of SIGINT. If such an
+exception ends the work, the engine latches (refuses later calls). An error that a handler raises while a lane's job
+runs on the main thread becomes the job's error."""
 
 from __future__ import annotations
 
@@ -20,12 +19,11 @@ from typing import Any, final
 
 
 class _Held:
-    """The handler of SIGINT during a block of `hold_interrupts`. It notes the first signal (`has_come`), and raises
-    KeyboardInterrupt at the second. `is_over`: the block has ended, so every signal raises. The handler may still be
-    installed then: if the block ends on another thread, that thread cannot replace it."""
+    """The handler of SIGINT during a block of `hold_interrupts`. It notes the first signal in `has_come`, and raises
+    KeyboardInterrupt at the second. After the block (`is_over`) it raises at every signal."""
 
     has_come = False
-    is_over = False
+    is_over = False  # a block that ends on another thread cannot remove this handler
 
     def __call__(self, *_: object) -> None:
         if self.has_come or self.is_over:
@@ -35,8 +33,8 @@ class _Held:
 
 @contextmanager
 def hold_interrupts() -> Iterator[None]:
-    """Delay a Ctrl-C inside the block: raise its KeyboardInterrupt when the block ends. A second Ctrl-C inside the
-    block raises at its place. Also a decorator.
+    """Raise the KeyboardInterrupt of a Ctrl-C inside the block when the block ends. Raise that of a second Ctrl-C
+    immediately. Also a decorator.
 
     Does nothing on a thread other than the main one, inside another such block, or if the program handles SIGINT
     itself."""
@@ -63,15 +61,12 @@ logger = logging.getLogger("tiered_zero")
 
 @final
 class Teardown:
-    """Calls the functions that free what a run has built, in a fixed order. One thread at a time.
-
-    Functions that stop threads (such as the end of the lanes) come before functions that free the memory of those
-    threads. If a function raises, the later ones are still called. If a second Ctrl-C interrupts a function, the next
-    `close` calls it again, so all functions are idempotent."""
+    """Calls the functions that free what a run has built, in a fixed order. One thread at a time. Each function must be
+    idempotent: one that a second Ctrl-C interrupts is called again."""
 
     def __init__(self, order: Sequence[str]) -> None:
-        """`order`: the names under which functions can be added, in the order in which `close` calls them. Of one
-        name's functions the one added last is called first."""
+        """`order`: the names for `add`, in the order in which `close` calls their functions. Of functions with the same
+        name, the one added last is called first."""
         self._acts: dict[str, list[Callable[[], Any]]] = {name: [] for name in order}
 
     def add(self, name: str, act: Callable[[], Any]) -> None:
@@ -95,8 +90,7 @@ class Teardown:
         return self
 
     def __exit__(self, _kind: object, error: object, _traceback: object) -> None:
-        """If the block failed, call `close`, and again after a second Ctrl-C, because the caller gets no engine to
-        close. If the block did not fail, do nothing: from now on the run owns the teardown."""
+        """Call `close` if the block has failed. Otherwise do nothing: the run now owns the teardown."""
         if error is None:
             return
         try:
@@ -104,13 +98,13 @@ class Teardown:
         except Exception as failure:
             logger.error("what was built of the run could not be freed: %s", failure)
         except BaseException:
-            self.close()
+            self.close()  # after a second Ctrl-C too: the caller gets no engine to close
             raise
 
 
 def once(act: Callable[[], Any]) -> Callable[[], None]:
-    """Return a function that calls `act` at its first call, and does nothing at later calls, even if the first call was
-    interrupted. For closing functions that may be left incomplete: no later closing function needs their result."""
+    """Return a function that calls `act` at its first call only, even if that call is interrupted. For closing
+    functions that may be left incomplete."""
     called: list[None] = []
 
     def call() -> None:

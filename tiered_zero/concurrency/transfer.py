@@ -1,5 +1,5 @@
-"""Define the package's one future type, a worker thread that completes requests in order, and a latch that remembers
-the first failure."""
+"""Define the package's one future type, a worker thread that runs callables in order, and a latch for the first
+failure."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Final, NoReturn, final
 from tiered_zero.errors import EngineFailedError, StoreError, TieredZeroError
 
 STOPPED_S = 5.0
-"""A blocked wait looks at the clock at short intervals. If it looks this many seconds late, its process was stopped
-(Ctrl-Z, a machine that slept), and the wait's timeout does not count that time."""
+"""If a blocked wait looks at the clock this many seconds late, the process was stopped (Ctrl-Z, a machine that slept).
+The wait's timeout then does not count that time."""
 
 
 class Transfer(ABC):
-    """One asynchronous operation: a job of a lane, a disk request, a milestone of an update.
+    """One asynchronous operation: a job of a lane, a disk request, a milestone of an update. Any thread.
 
-    A transfer completes once; if the operation fails, the transfer carries its error. Until then only the operation
-    uses the memory that it reads or writes, and the caller keeps this memory alive. Any thread."""
+    A transfer completes once, with or without an error. Until then the caller keeps the operation's memory alive and
+    does not touch it."""
 
     @abstractmethod
     def done(self) -> bool:
@@ -65,8 +65,8 @@ COMPLETED.complete()
 
 
 def wait_quietly(transfer: Transfer) -> None:
-    """Wait until a transfer is complete, and drop its error. Raises MemoryError if the wait itself runs out of memory:
-    the transfer may then still use its memory."""
+    """Wait until a transfer is complete, and drop its error. Raises MemoryError if the wait itself lacks memory: the
+    transfer may still use its buffers then."""
     try:
         transfer.wait()
     except Exception as error:
@@ -76,14 +76,13 @@ def wait_quietly(transfer: Transfer) -> None:
 
 
 def wait_all(transfers: Iterable[Transfer | None]) -> None:
-    """Wait for all transfers, also after one fails, so that none uses its memory any more. Then raise the first error.
-    Each None in `transfers` is skipped."""
+    """Wait for all transfers, also after one fails. Then raise the first error. None in `transfers` is skipped."""
     first: Exception | None = None
     for transfer in transfers:
         try:
             if transfer is not None:
                 transfer.wait()
-        except Exception as error:
+        except Exception as error:  # the others may still use their memory
             first = first or error
             if isinstance(error, MemoryError) and transfer is not None and not transfer.done():
                 wait_quietly(transfer)  # the wait itself had no memory
@@ -107,11 +106,8 @@ class Joined(Transfer):
 
 @final
 class SharedWork(Transfer):
-    """A transfer whose work is done by the first thread that waits for it; other threads wait for that thread.
-
-    Example: the end of a disk request, which waits for the disk engine's transfers and verifies their bytes. A `Worker`
-    does such work in the order of submission. A thread that waits for one request does its work itself, ahead of that
-    order."""
+    """A transfer with work to do, such as verifying the bytes of a disk request. The first thread that waits does the
+    work; other threads wait for that thread."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         self._lock = threading.Lock()
@@ -160,8 +156,8 @@ class Worker:
         self._queue.put(work)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Run all submitted callables, then stop the thread. Return when it has stopped, or after `timeout_s` seconds;
-        None: no limit. Idempotent."""
+        """Run all submitted callables, then stop the thread. Wait for that at most `timeout_s` seconds; None: no
+        limit."""
         self._queue.put(None)
         self._thread.join(timeout_s)
 
@@ -174,18 +170,17 @@ def _run_in_order(queue: SimpleQueue[Callable[[], None] | None]) -> None:
 
 @final
 class FailureLatch:
-    """Remembers the first failure of a component, and refuses every later use of the component. Any thread.
+    """Remembers the first failure of a component. Any thread.
 
-    The component calls `set` when it fails and `check` before each use. The object that the user calls wraps its entry
-    points in `surfacing`: the user then sees the original error once, and after that the errors of `check`."""
+    The component calls `set` when it fails, and `check` before each use. What the user calls runs inside
+    `surfacing`."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
         """The first failure."""
         self._lock = threading.Lock()
         self.has_surfaced = False
-        """Whether the user has seen the original error. The object that the user calls resets it when work succeeds
-        again."""
+        """Whether the user has seen the original error. The engine resets this when a step succeeds again."""
 
     def set(self, error: BaseException) -> None:
         """Remember `error` if it is the first."""
@@ -194,11 +189,8 @@ class FailureLatch:
                 self.error = error
 
     def check(self, refusal: Callable[[BaseException], str] | None = None) -> None:
-        """Raise if a failure is remembered.
-
-        Without `refusal`, raise the original error, at every call. With `refusal`, raise an EngineFailedError with the
-        text that `refusal(error)` returns, and with the original error as its cause. The text says what cannot be used
-        any more, and from where to resume."""
+        """Raise if a failure is remembered: the original error, or with `refusal` an EngineFailedError. Its text is
+        `refusal(error)`, and its cause the original error."""
         if self.error is None:
             return
         if refusal is None:
@@ -207,17 +199,16 @@ class FailureLatch:
 
     @contextmanager
     def surfacing(self) -> Iterator[None]:
-        """Return a context manager for an entry point. The first time that a block raises an error, raise the original
-        failure behind it instead (see `root_cause`). Raise later errors of blocks unchanged, until `has_surfaced` is
-        reset."""
+        """Wrap an entry point. Replace the first error raised inside by the original failure behind it (see
+        `root_cause`). Raise later errors unchanged, until `has_surfaced` is reset."""
         try:
             yield
         except Exception as error:
             self.surface(error)
 
     def surface(self, error: Exception) -> NoReturn:
-        """At the first call, raise the original error behind `error`; at later calls raise `error` itself. Called while
-        `error` is being handled."""
+        """Raise the original failure behind `error` at the first call, and `error` itself at later calls. Call this
+        where `error` is handled."""
         has_surfaced, self.has_surfaced = self.has_surfaced, True
         if has_surfaced or (cause := root_cause(error)) is error:
             raise  # the error that is being handled
@@ -225,8 +216,7 @@ class FailureLatch:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return the original failure behind `error`, an EngineFailedError that one or several latches have raised. Any
-    other error is returned unchanged."""
+    """Return the original failure behind an EngineFailedError. Return any other error unchanged."""
     while isinstance(error, EngineFailedError) and isinstance(error.__cause__, TieredZeroError):
         if isinstance(error.__cause__, EngineFailedError) and error.__cause__.__cause__ is None:
             break  # of a component that was latched without a failure: the refusal says what to do
