@@ -1,64 +1,51 @@
-"""Ranks that fit on a disk one by one, and not together."""
+"""Ranks whose swap files fit on a disk one by one, and not together."""
 
 from __future__ import annotations
 
-import json
 import os
+import re
 from pathlib import Path
 
 import pytest
+from torch import nn
 
-from tests.ranks.pool import RankPool, open_collectives
-from tiered_zero.assembly.open_machine import check_disk_space
-from tiered_zero.errors import StoreError
-from tiered_zero.hardware.ranks.collectives import SingleRank
+import tiered_zero
+from tests.ranks.pool import RankPool
+from tests.support.file_systems import mounted
+from tiered_zero.errors import TieredZeroError
+
+WIDTH = 1600
+"""Of a layer whose masters and moments take 29.3 MiB: more than half of a disk of 48 MiB."""
 
 
-def check(path: str, share: float) -> str:
-    """Every rank needs `share` of what is free at `path`, in two directories of it."""
-    ranks = open_collectives(60.0)
-    status = os.statvfs(path)
-    needs = {(path,): int(share * status.f_bavail * status.f_frsize / 2), (path, f"{path}/other"): 0}
-    (Path(path) / "other").mkdir(exist_ok=True)
-    needs[path, f"{path}/other"] = needs[path,]
+def start(swap_path: str, stage: int) -> tuple[str, str]:
+    """Start a run whose state rests on NVMe, as much on each rank at every stage. Return the error."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage, "offload_optimizer": {"device": "nvme", "nvme_path": swap_path}},
+        "tiered_zero": {"device": "cpu", "host_memory_limit": "2GiB", "comm_timeout_s": 60},
+    }
+    num_layers = int(os.environ["WORLD_SIZE"]) if stage else 1
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(num_layers)))
     try:
-        check_disk_space(needs, ranks)
-    except StoreError as error:
-        return str(error)
-    finally:
-        ranks.close()
-    return ""
+        tiered_zero.initialize(model=model, config=config)[0].close()
+    except TieredZeroError as error:
+        return type(error).__name__, str(error)
+    return "", ""
 
 
-def test_ranks_are_refused_together_with_the_need_of_each(ranks: RankPool, swap_path: Path) -> None:
-    first, second = ranks.run(check, 2, str(swap_path), 0.6)
-    assert first == second
-    assert (
-        first.startswith("The swap files of 2 ranks need ") and " together (rank 0 " in first and ", rank 1 " in first
-    )
-    assert f"free at {swap_path.resolve()}" in first
-    assert ranks.run(check, 2, str(swap_path), 0.3) == ["", ""]
-
-
-class Others:
-    """Rank 0 of two; the other needs `theirs`."""
-
-    rank, world_size = 0, 2
-
-    def __init__(self, theirs: list[dict[str, object]]) -> None:
-        self._theirs = theirs
-
-    def exchange(self, data: bytes, what: str = "") -> list[bytes]:
-        return [data, json.dumps(self._theirs).encode()]
-
-
-def test_another_host_or_another_disk_does_not_count(swap_path: Path) -> None:
-    needs = {(str(swap_path),): 4096}
-    huge = {"host": "another", "nbytes": 1 << 60, "drives": [1], "free": 1 << 61, "path": "/mnt"}
-    check_disk_space(needs, Others([huge]))  # type: ignore[arg-type]
-    with pytest.raises(StoreError, match=r"of 1 ranks need 1\.00 EiB|of 1 ranks need"):
-        check_disk_space(needs, Others([{**huge, "free": 4096}]))  # type: ignore[arg-type]
-
-
-def test_one_rank_asks_nobody(swap_path: Path) -> None:
-    check_disk_space({(str(swap_path / "missing"),): 1 << 60}, SingleRank())
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_every_rank_ends_if_one_finds_no_space(ranks: RankPool, swap_path: Path, stage: int, kind: str) -> None:
+    with mounted(kind, swap_path) as disk:
+        assert ranks.run(start, 1, str(disk), stage) == [("", "")]
+        found = ranks.run(start, 2, str(disk), stage)
+        assert list(disk.iterdir()) == []
+    full = [text for name, text in found if name == "StoreError"]
+    assert full, "on a disk that finds at once that it is full, both raise StoreError"
+    for text in full:
+        assert re.search(rf"The swap file {disk}/.*/data\.bin needs 29\.3 MiB .* free there \(ENOSPC", text)
+        assert "All ranks of a host need space at the same time" in text
+    for name, text in found:
+        assert name == "StoreError" or (name == "RankError" and re.match("Rank [01] ", text))

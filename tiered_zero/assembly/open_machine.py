@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +16,6 @@ from tiered_zero.checkpoint.in_place import Adoption, adopt
 from tiered_zero.checkpoint.tag import FoundCheckpoint, find_checkpoint, nothing_to_load
 from tiered_zero.concurrency.interrupts import Teardown
 from tiered_zero.config.schema import Config
-from tiered_zero.errors import StoreError
 from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.hardware.ranks.launcher import launch_name, local_rank, num_restarts
@@ -31,10 +27,8 @@ from tiered_zero.plan.planner import Plan
 from tiered_zero.record.directory import clear_restarted, leftover_notices, make_missing
 from tiered_zero.rules.rule import UpdateRule
 from tiered_zero.rules.state_layout import StateLayout
-from tiered_zero.sizes import format_nbytes
-from tiered_zero.system import boot_id
 from tiered_zero.telemetry.spans import Ledger
-from tiered_zero.tiers.rack import AdoptedStore, TierRack, nvme_needs, scratch_needs
+from tiered_zero.tiers.rack import AdoptedStore, TierRack
 from tiered_zero.tiers.tier import Home, Inventory
 from tiered_zero.unit.weights import WeightFiles
 
@@ -87,7 +81,7 @@ class OpenMachine:
 
 
 def find_source(run_spec: RunSpec, collectives: Collectives) -> Source:
-    """Find where a run gets its first values. Check directories, files and free space before anything is allocated.
+    """Find where a run gets its first values. Check directories and files before anything is allocated.
     Collective: every rank calls this."""
     config, keys = run_spec.config, nvme_paths(run_spec.config)
     warnings = check_directories(keys)
@@ -100,14 +94,7 @@ def find_source(run_spec: RunSpec, collectives: Collectives) -> Source:
     weights = WeightFiles(config.tiered_zero.weights) if config.tiered_zero.weights else None
     if weights is not None:
         warnings += weights.check(run_spec.model, run_spec.specs)
-    source = Source(found=found, adoption=adoption, weights=weights, warnings=warnings)
-    needs = {
-        paths: nbytes for paths, nbytes in nvme_needs(config, run_spec.plan).items() if paths not in source.directories
-    }
-    for paths, nbytes in scratch_needs(config, run_spec.plan).values():
-        needs[paths] = needs.get(paths, 0) + nbytes
-    check_disk_space(needs, collectives)
-    return source
+    return Source(found=found, adoption=adoption, weights=weights, warnings=warnings)
 
 
 def _find(resume: str, warnings: list[str]) -> FoundCheckpoint | None:
@@ -195,40 +182,3 @@ def nvme_paths(config: Config) -> dict[tuple[str, ...], str]:
         "zero_optimization.offload_param": zero.offload_param,
     }
     return {part.nvme_paths: f"{name}.nvme_path" for name, part in sections.items() if part.device == "nvme"}
-
-
-def check_disk_space(needs: Mapping[tuple[str, ...], int], ranks: Collectives) -> None:
-    """Raise StoreError on every rank if the ranks of one host together need more bytes than a file system has free.
-
-    `needs`: directories that are striped together -> bytes of this rank there. For directories on several drives the
-    free bytes of all these drives are added up, because each drive's share is measured later. Collective: every rank
-    calls this."""
-    if ranks.world_size == 1:
-        return
-    own = [{"host": boot_id(), "nbytes": nbytes, **_drives(paths)} for paths, nbytes in needs.items() if nbytes]
-    found = [json.loads(message) for message in ranks.exchange(json.dumps(own).encode(), "disk space")]
-    sums: dict[tuple[str, tuple[int, ...]], dict[int, int]] = defaultdict(dict)
-    free: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}
-    for rank, each in enumerate(found):
-        for need in each:
-            drives = need["host"], tuple(need["drives"])
-            sums[drives][rank] = sums[drives].get(rank, 0) + need["nbytes"]
-            free.setdefault(drives, (need["free"], need["path"]))
-    for drives, by_rank in sums.items():
-        nbytes, path = free[drives]
-        if (needed := sum(by_rank.values())) > nbytes:
-            each = ", ".join(f"rank {rank} {format_nbytes(own)}" for rank, own in sorted(by_rank.items()))
-            raise StoreError(
-                f"The swap files of {len(by_rank)} ranks need {format_nbytes(needed)} together ({each}); "
-                f"{format_nbytes(nbytes)} free at {path}. Free space (`tiered-zero swap gc {path}` removes what killed "
-                "runs have left), name another nvme_path, or put less on NVMe."
-            )
-
-
-def _drives(paths: Sequence[str]) -> dict[str, object]:
-    """Describe the file systems that hold `paths`: "drives" -> their device numbers, "free" -> their free bytes in all,
-    "path" -> the first of `paths`, for messages."""
-    by_device = {os.stat(path).st_dev: path for path in reversed(paths)}
-    status = [os.statvfs(path) for path in by_device.values()]
-    free = sum(each.f_bavail * each.f_frsize for each in status)
-    return {"drives": sorted(by_device), "free": free, "path": str(Path(paths[0]).resolve())}

@@ -145,8 +145,9 @@ class StripedFiles:
                     left.unlink(missing_ok=True)
                 code = error.errno if isinstance(error, OSError) else None
                 remedy = (
-                    f"Free space (`tiered-zero swap gc {name.parent.parent}` removes what killed runs have left), name "
-                    "another nvme_path, or put less on NVMe."
+                    "All ranks of a host need space at the same time. Free space (`tiered-zero swap gc "
+                    f"{name.parent.parent}` removes what killed runs have left), name another nvme_path, or put less "
+                    "on NVMe."
                 )
                 raise StoreError(
                     f"The swap file {name} needs {format_nbytes(nbytes)} ({nbytes} bytes); {free_text(str(name))} "
