@@ -77,9 +77,8 @@ _BUILD_ANEW = "initialize() had begun to move the model's parameters or to load 
 def build(
     run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loader: TrainingLoader | None = None
 ) -> Engine:
-    """Allocate what the plan says, join the parts to an engine, and move every parameter to its home. If this raises,
-    everything is freed; the model is unchanged, or the error's note says that it must be built anew. `loader`: the
-    loader of training data; checkpoints save its position."""
+    """Allocate what the plan says, make the engine, and move every parameter to its home. If this raises, everything is
+    freed; a note of the error says whether the model must be built anew. `loader`: checkpoints save its position."""
     _check_plan(run_spec.plan, collectives)
     check_async(run_spec.config, run_spec.plan)
     source = find_source(run_spec, collectives)
@@ -168,8 +167,7 @@ def build(
 
 
 def _check_plan(plan: Plan, ranks: Collectives) -> None:
-    """Raise PlanError on every rank if the plan of any rank needs more than a tier has. The error shows the table of
-    the first such rank."""
+    """Raise PlanError on every rank if the plan of any rank needs more than a tier has."""
     if ranks.world_size == 1:
         plan.check()
         return
@@ -207,9 +205,9 @@ def _open_runtime(run_spec: RunSpec, collectives: Collectives, resources: Teardo
 
 
 def _make_scheduler(given: Any, section: SchedulerSection | None, handle: TieredOptimizer | None) -> Any:
-    """Return the learning rate scheduler of the run; None if there is none, or if the run does not train (`handle` is
-    None). `given`: the user's scheduler, or a callable that makes one from the optimizer; it is used instead of
-    `section`. None: make the scheduler that `section`, a part of the config, describes. Raises ConfigError."""
+    """Return the run's learning rate scheduler, or None. `given`: the user's scheduler, or a callable that makes one
+    from the optimizer. Without it, `section` of the config describes the scheduler. `handle`: None if the run does not
+    train. Raises ConfigError."""
     if handle is None:
         if given is not None:
             raise ConfigError(
@@ -234,9 +232,9 @@ def _place_model(
     own_state: Mapping[Any, Any],
     resources: Teardown,
 ) -> None:
-    """Move every parameter to its home with its first value, and install the module hooks. `adopted`: reads first
-    values from an adopted commit (see `Source.adoption`); None without one. `own_state`: the state that the user's
-    optimizer had. If this raises, the user has to build the model anew."""
+    """Move every parameter to its home with its first value, and install the module hooks. `adopted`: the committed
+    values to go on with; None without them. `own_state`: the state of the user's optimizer. If this raises, the model
+    must be built anew."""
     runtime, view = step.runtime, step.policy.view
     materializer = Materializer(run_spec.model, source.weights, run_spec.specs)
     placer = UnitPlacer(
@@ -261,8 +259,8 @@ def _place_model(
 def _make_step(
     run_spec: RunSpec, machine: OpenMachine, handle: TieredOptimizer | None, resources: Teardown
 ) -> tuple[TrainStep, RunState, WholeWeights]:
-    """Build the movers of parameters, gradients, state and activations, and the `TrainStep` that calls them in order.
-    Also return what saves and loads use. The model does not change."""
+    """Build the movers and the `TrainStep` that calls them. Also return what saves and loads use. The model does not
+    change."""
     config, plan = run_spec.config, run_spec.plan
     runtime, tiers, inventory = machine.runtime, machine.tiers, machine.inventory
     is_sharded, groups = plan.request.shards_state, run_spec.source.param_groups
@@ -349,8 +347,7 @@ def _make_activations(run_spec: RunSpec, machine: OpenMachine, resources: Teardo
 def _make_gradients(
     run_spec: RunSpec, machine: OpenMachine, overflow: OverflowGuard
 ) -> tuple[GradientStore, GradientReducer | None]:
-    """Reserve a home for every gradient, and make the gradient store. With many ranks also make the reducer, which
-    averages gradients over ranks; else return None for it."""
+    """Make the gradient store, with a home for every gradient, and the reducer; with one rank the reducer is None."""
     plan, tiers, runtime = run_spec.plan, machine.tiers, machine.runtime
     request = plan.request
     trainable = [unit for unit in run_spec.units if unit.trainable]
@@ -407,15 +404,13 @@ def _paged_gradients(run_spec: RunSpec) -> dict[int, torch.dtype]:
 
 
 def _make_reduction(config: Config, request: PlanRequest, buckets: Sequence[Bucket], *, on_device: bool) -> Reduction:
-    """Make the settings with which gradients are reduced, as DeepSpeed scales them. By default gradients are divided by
-    the number of ranks and then summed. Without prescaling, they are divided by `gradient_predivide_factor` before the
-    sum, and by world size / `gradient_predivide_factor` after it. `on_device`: whether all gradients rest on the
+    """Make the settings of the gradient reduction, scaled as DeepSpeed does. `on_device`: all gradients rest on the
     device."""
     factor, first = config.gradient_predivide_factor, config.prescale_gradients
     if first is None:
         first = factor == 1.0
     divisor = request.world_size if config.gradient_allreduce_op == "mean" else 1
-    before, after = (divisor, 1.0) if first else (factor, divisor / factor)
+    before, after = (divisor, 1.0) if first else (factor, divisor / factor)  # divisors before and after the sum
     name = config.communication_data_type
     dtype = None if name is None else {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[name]
     return Reduction(
@@ -455,8 +450,8 @@ def _make_policy(
 
 
 def _make_observers(run_spec: RunSpec, runtime: Runtime, resources: Teardown) -> list[Callable[[StepReport], None]]:
-    """Make the functions that are called with each optimizer step's report. They log a line every `steps_per_print`
-    steps, feed monitors, and write the run's record and trace. Only rank 0 has any."""
+    """Make the functions that are called with each step's report: logs, monitors, record and trace. None on ranks above
+    0."""
     settings = run_spec.config.tiered_zero
     if runtime.collectives.rank > 0:
         return []
@@ -507,9 +502,8 @@ def _chosen_monitors(config: Config) -> dict[str, Open]:
 
 
 def _make_copies(run_spec: RunSpec, homes: dict[int, Home], state: RunState) -> DurableCopies | None:
-    """Make the object that, for in-place commits, writes durable copies of values that no committed slot holds.
-    `homes`: where the copies go: unit index -> home of the copy of the unit's parameters, BUFFERS -> home of the copy
-    of the model's buffers. Return None if the run makes no in-place commits."""
+    """Make the writer of durable copies for in-place commits; None without such commits. `homes`: unit index, or
+    BUFFERS -> home of the copy."""
     if not run_spec.config.tiered_zero.checkpoint.in_place:
         return None
 

@@ -1,10 +1,7 @@
 """Choose the placement whose predicted step is shortest by the rates of this machine (`tiered_zero.placement: "auto"`).
-Also read a model's sizes, from which steps are predicted and activations are estimated.
 
-Candidates differ in settings that change no numbers and that the config leaves out. The search tries each pair of a
-tier for parameters and a tier for state. It first plans as many of these bytes as possible on the two tiers, and then
-moves bytes to faster tiers as long as there is room: to the device first, then to host memory. The predicted seconds of
-a step decide.
+Candidates differ in settings that change no numbers and that the config leaves out. Each pair of a tier for parameters
+and a tier for state is tried; then bytes move to faster tiers, first the device, until these are full.
 """
 
 from __future__ import annotations
@@ -46,8 +43,7 @@ NUM_TRIES = 4
 """The most tries to fill a tier: a try may exceed a limit because buffers grow with the bytes that rest there."""
 
 LARGE_SUB_GROUP_NUMEL = 1 << 22
-"""The largest `sub_group_size` that takes effect, in elements. The default for state that is transferred is a quarter
-of it."""
+"""The largest `sub_group_size` that takes effect, in elements: four times the default for state that is transferred."""
 
 _ZERO, _OWN = "zero_optimization.", "tiered_zero."
 _PARAM, _STATE = f"{_ZERO}offload_param.", f"{_ZERO}offload_optimizer."
@@ -59,8 +55,7 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A config whose plan fits the machine, with the plan and its predicted step. `settings`: the keys that the search
-    has set in the config."""
+    """A config whose plan fits the machine, and its predicted step. `settings`: the keys that the search has set."""
 
     config: Config
     plan: Plan
@@ -89,8 +84,7 @@ class Candidate:
 
     @property
     def text(self) -> str:
-        """Describe the candidate in one line: seconds of a step, busiest resource, places, bytes of each tier, and
-        bytes written in a step."""
+        """Describe the candidate in one line."""
         sizes = ", ".join(f"{tier} {format_nbytes(n)}" for tier in TIERS if (n := self.plan.nbytes(tier)))
         bound = self.step.bound_by
         return (
@@ -104,10 +98,9 @@ SAME_SHARE = 1.05
 
 
 def _best_first(found: Sequence[Candidate]) -> list[Candidate]:
-    """Sort candidates by the predicted seconds of a step. Steps that take at most SAME_SHARE times as long as the
-    shortest are treated as equally short. Among these, the default sub_group_size comes first, then the fewest bytes
-    written to disks. (A sub_group_size of 4 Mi elements, chosen for a predicted gain of 0.5%, took 1.17 times as
-    long.)"""
+    """Sort candidates by the predicted seconds of a step. Among steps that SAME_SHARE treats as equal to the shortest,
+    the default sub_group_size comes first, then the fewest bytes written to disks."""
+    # a sub_group_size of 4 Mi elements, chosen for a predicted gain of 0.5%, took 1.17 times as long
     same_s = SAME_SHARE * min((each.step.seconds for each in found), default=0.0)
 
     def order(candidate: Candidate) -> tuple[float, bool, int, float]:
@@ -119,10 +112,9 @@ def _best_first(found: Sequence[Candidate]) -> list[Candidate]:
 
 @dataclass(kw_only=True)
 class PlacementSearch:
-    """Searches for the placement whose predicted step is shortest. `plan_of`: plans a config, allocating nothing.
-    `predict`: predicts the step of a plan. `estimate`: the activations of a micro-batch; None if unknown. The search
-    leaves room for them, except on a tier whose limit the config sets. `disk_nbytes`: free bytes of the disk; None if
-    unknown. `errors`: why settings were dropped, one error for each."""
+    """Searches for the placement whose predicted step is shortest. `plan_of` plans a config; `predict` predicts the
+    step of a plan. `estimate`: activations of a micro-batch, for which room is left. `disk_nbytes`: free bytes of the
+    disk. None: unknown. `errors`: why settings were dropped."""
 
     config: Config
     plan_of: Callable[[Config], Plan]
@@ -133,8 +125,7 @@ class PlacementSearch:
     _plans: dict[frozenset[tuple[str, Any]], Plan] = field(default_factory=dict)
 
     def run(self) -> list[Candidate]:
-        """Return the candidates that fit, best first. If none fits, raise the error of the last settings tried: they
-        keep the fewest bytes in memory."""
+        """Return the candidates that fit, best first. If none fits, raise the error of the last settings tried."""
         placements = [*self._placements()]  # before the disk is asked, so that its error is the last
         plans = [each for each in placements if self._has_disk(each[1])]
         least = min((self._short_nbytes(plan) for _, plan in plans), default=0)
@@ -161,8 +152,8 @@ class PlacementSearch:
         return [*by_places.values()]
 
     def _plan(self, settings: Settings, *, fits: bool = True) -> Plan | None:
-        """Return the plan of the config with `settings` filled in. If planning raises an error, or if `fits` is true
-        and the plan exceeds a limit, add the error to `errors` and return None."""
+        """Return the plan of the config with `settings` filled in. If planning fails, or if `fits` and the plan exceeds
+        a limit, add the error to `errors` and return None."""
         key = frozenset(settings.items())
         try:
             if key not in self._plans:
@@ -188,9 +179,8 @@ class PlacementSearch:
         return Candidate(config=config, plan=plan, step=self.predict(plan), settings=settings)
 
     def _placements(self) -> Iterator[tuple[Settings, Plan]]:
-        """Yield (settings, plan) for each pair of a tier for parameters and a tier for state, the slowest tiers last.
-        In each plan, as many bytes as fit are on faster tiers. Host memory is filled with parameters before state,
-        because parameters use the disk more: forward and backward read them and the update writes them."""
+        """Yield (settings, plan) for each pair of a tier for parameters and a tier for state, the slowest tiers
+        last."""
         zero = self.config.zero_optimization
         path = self._path
         pages = "stage" not in zero.model_fields_set or zero.stage == 3
@@ -219,7 +209,7 @@ class PlacementSearch:
 
     def _fill(self, settings: Settings, on_device: Sequence[str]) -> Iterator[tuple[Settings, Plan]]:
         """Extend `settings` until faster tiers are full, and yield (settings, plan). `on_device`: the kinds ("param",
-        "state") to put on the device, in this order."""
+        "state") that go to the device, in this order."""
         plan = self._plan(settings)
         if plan is None:
             return
@@ -232,14 +222,13 @@ class PlacementSearch:
             settings = {**settings, f"{_OWN}gradients": "cpu"}  # they spare the disk at least as much as state does
         for kind in on_device if "device" in plan.limits else ():
             settings, plan = self._grow(settings, plan, "device", kind)
-        for kind in ("param", "state"):
+        for kind in ("param", "state"):  # parameters first: forward and backward read them too
             if plan.nbytes("nvme", kind):
                 settings, plan = self._grow(settings, plan, "host", kind)
         yield settings, plan
 
     def _grow(self, settings: Settings, plan: Plan, tier: str, kind: str) -> tuple[Settings, Plan]:
-        """Put as much of `kind` on `tier` as there is room for. What rests on the tier already stays there. Return the
-        new settings and plan, or the given ones if there is no room."""
+        """Put as much of `kind` on `tier` as there is room for. Return the new settings and plan, or the given ones."""
         itemsize, room_of = 4 if self.config.param_dtype_name == "float32" else 2, self._room_nbytes
         room = min(room_of(plan, tier), sum(plan.nbytes(other, kind) for other in TIERS))
         for _ in range(NUM_TRIES):
@@ -264,8 +253,7 @@ class PlacementSearch:
         return settings, plan
 
     def _short_nbytes(self, plan: Plan) -> int:
-        """Return by how many bytes the plan and the estimated activations together exceed the limit of the tier that
-        computes; 0 if they fit."""
+        """Return how many bytes the tier that computes lacks for the plan and the activations; 0 if they fit."""
         return max(0, -self._room_nbytes(plan, plan.request.computing_tier))
 
     def _room_nbytes(self, plan: Plan, tier: str) -> int:
@@ -279,8 +267,7 @@ class PlacementSearch:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The placements that fit, with predictions. `candidates`: best first; the run uses the first. `tokens`: the tokens
-    of a micro-batch for which steps are predicted."""
+    """The placements that fit. `candidates`: best first; the run uses the first. `tokens`: tokens of a micro-batch."""
 
     candidates: tuple[Candidate, ...]
     tokens: int
@@ -310,9 +297,8 @@ class Choice:
 def choose_placement(
     config: Config, model: nn.Module, plan_of: Callable[[Config], Plan], rates: Machine | None, world_size: int
 ) -> Choice:
-    """Plan the placements that fit, and sort them by predicted seconds of a step. `plan_of`: returns the plan for a
-    config. `rates`: the rates to predict with; None: the rates measured on this machine. Raises ConfigError if none
-    were measured, or with several ranks, because collectives are not predicted."""
+    """Plan the placements that fit, and sort them by predicted seconds of a step. `rates`: None: those measured on this
+    machine. Raises ConfigError if none were measured, or with several ranks."""
     if world_size > 1:
         raise ConfigError(
             f"tiered_zero.placement: expected as_written with {world_size} ranks, whose collectives are not predicted; "
@@ -332,8 +318,8 @@ def choose_placement(
 def make_predictor(
     config: Config, model: nn.Module, rates: Machine | None = None, *, finds_hidden: bool = False
 ) -> Callable[[Plan], StepSeconds]:
-    """Return a function that predicts the step of a plan, for the model and batch of `config`. `rates`: see
-    `choose_placement`. `finds_hidden`: see `predict_step`. Raises ConfigError."""
+    """Return a function that predicts the step of a plan, for the model and batch of `config`. `rates`: None: those
+    measured on this machine. `finds_hidden`: see `predict_step`. Raises ConfigError."""
     machine, length = rates or _rates_here(_paths(config)), _length(config, model)
     estimate, tokens = estimate_of(model, config, length), length * config.train_micro_batch_size_per_gpu
     dtype = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[config.param_dtype_name]
@@ -363,9 +349,8 @@ def make_predictor(
 
 
 def predicted_seconds(config: Config, model: nn.Module, plan: Plan) -> dict[str, float]:
-    """Return the predicted step for the run's report: "tokens" -> all tokens of the step, "step" -> its seconds, and
-    each resource -> its busy seconds. Return {} if nothing can be predicted: without rates of this machine, with
-    several ranks, or without an optimizer in the config."""
+    """Return the predicted step for the run's report: "tokens" of the step, its seconds "step", and the busy seconds of
+    each resource. Return {} without measured rates, with several ranks, or without an optimizer in the config."""
     if plan.request.world_size > 1 or config.optimizer is None:
         return {}
     try:
@@ -388,8 +373,7 @@ def _paths(config: Config) -> tuple[str, ...]:
 
 
 def _free_nbytes(paths: Sequence[str], rates: Machine | None) -> int | None:
-    """Return the bytes that are free for swap files: on the disks that `rates` names, else in the directories `paths`.
-    Return None if they are unknown."""
+    """Return the bytes free for swap files, on the disks of `rates` or else in `paths`; None if unknown."""
     if rates is not None and rates.disks:
         sizes = [disk.nbytes for disk in rates.disks]
         return None if None in sizes else sum(filter(None, sizes))
@@ -414,8 +398,8 @@ def save_choice(run_spec: RunSpec) -> list[str]:
 
 
 def _rates_here(paths: Sequence[str]) -> Machine:
-    """Return the measured rates of this machine, with only the disks that hold the directories `paths`. Raises
-    ConfigError if nothing was measured."""
+    """Return this machine's measured rates, with only the disks that hold `paths`. Raises ConfigError if there are
+    none."""
     machine = load_measured()
     disks = tuple(disk for disk in (_disk_of(path, machine.disks) for path in paths) if disk is not None)
     return replace(machine, disks=disks)
@@ -429,8 +413,8 @@ def _disk_of(path: str, disks: Sequence[Disk]) -> Disk | None:
 
 
 def estimate_of(model: nn.Module, config: Config, length: int | None = None) -> ActivationEstimate | None:
-    """Estimate the activations of a micro-batch. `length`: tokens of a sample; None: as many as the model takes. Return
-    None if `model.config` does not name hidden size, layers and length as Hugging Face models do."""
+    """Estimate the activations of a micro-batch. `length`: tokens of a sample; None: the most that the model takes.
+    Return None if `model.config` lacks the sizes that Hugging Face models name."""
     sizes = _sizes_of(model)
     hidden, layers = _size(sizes, "hidden", "hidden_size", "n_embd"), _size(sizes, "layers", "num_hidden_layers")
     length = length or _most_tokens(model)

@@ -1,6 +1,4 @@
-"""Measure and load the rates of this machine, in bytes and operations per second.
-
-The commands `doctor DIR --measure` and `bench io DIR` write the rates to a file; `plan` reads it."""
+"""Measure and load the rates of this machine, in bytes and operations per second."""
 
 from __future__ import annotations
 
@@ -20,13 +18,13 @@ TO_MEASURE = "measure them with `tiered-zero doctor DIR --measure`, DIR on the d
 
 _UPDATED_NUMEL = 32 * MIB
 _UPDATED_NBYTES = 28
-"""Bytes that AdamW moves for a parameter: it reads and writes the fp32 master and two moments, reads a 16-bit gradient,
-and writes a 16-bit weight."""
+"""Bytes that AdamW moves for a parameter: the fp32 master and two moments, read and written, a 16-bit gradient and a
+16-bit weight."""
 
 
 def measure_machine(disk: Disk) -> Machine:
-    """Measure the rates of this machine's processors, memory and link to the device, in less than 10 s. `disk`: a disk
-    with measured rates, which is added to the result. Main thread."""
+    """Measure the rates of processors, memory and the link to the device, in less than 10 s. `disk`: added to the
+    result. Main thread."""
     from tiered_zero.hardware import check
     from tiered_zero.hardware.probe import available_device_nbytes, available_host_nbytes
     from tiered_zero.hardware.runtime import build_accelerator
@@ -57,8 +55,8 @@ def measure_machine(disk: Disk) -> Machine:
 
 
 def _update_rate(shares_cores: bool) -> float:
-    """Measure the bytes/s of AdamW on bf16 weights: by the native kernel with its threads, or, without a kernel, by
-    torch's operations. `shares_cores`: whether compute runs on the CPU too; the kernel then has more threads."""
+    """Measure the bytes/s of AdamW on bf16 weights. `shares_cores`: the CPU computes too, so the kernel has more
+    threads."""
     import torch
 
     from tiered_zero.hardware.check import median_rate
@@ -92,8 +90,7 @@ def save_disk(disk: Disk) -> None:
 
 
 def load_measured() -> Machine:
-    """Load the rates that were measured on this machine. Raises ConfigError if there are none, or if their file is
-    broken or was written on another machine."""
+    """Load the rates that were measured on this machine. Raises ConfigError if there are none."""
     path = default_path()
     if not path.exists():
         raise ConfigError(f"The rates of this machine are not known; {TO_MEASURE}.")
@@ -107,8 +104,7 @@ def load_measured() -> Machine:
 
 
 def on_record() -> tuple[Machine | None, str]:
-    """Return this machine's measured rates, and a line that names their file. Without rates, return None and the
-    reason."""
+    """Return this machine's rates and a line that names their file, or None and the reason."""
     try:
         machine = load_measured()
     except ConfigError as error:
@@ -119,9 +115,8 @@ def on_record() -> tuple[Machine | None, str]:
 def machine_to_plan(
     path: Path | None, device_nbytes: int | None, host_nbytes: int | None, disks: Sequence[Disk]
 ) -> tuple[Machine, str]:
-    """Return the machine to plan for, and a line that names it. `path`: the file that describes the machine; None: this
-    machine, with its measured rates. `device_nbytes`, `host_nbytes`, `disks`: from command-line options; they replace
-    the machine's own. Raises ConfigError if the file is not valid."""
+    """Return the machine to plan for, and a line that names it. `path`: the file of its description; None: this
+    machine. `device_nbytes`, `host_nbytes`, `disks`: replace its own. Raises ConfigError."""
     base, line = on_record()
     if path is not None:
         base = load_machine(path)

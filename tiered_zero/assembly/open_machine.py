@@ -54,9 +54,9 @@ SHUTDOWN = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Source:
-    """Where a run gets its first values. `found`: the checkpoint to resume. `adoption`: an in-place commit; the run
-    then goes on in the swap files of this commit. `weights`: files of weights. All three are None if the model itself
-    has the values. `warnings`: lines for the log."""
+    """Where a run gets its first values. All of `found`, `adoption` and `weights` are None if the model has them.
+    `found`: the checkpoint to resume. `adoption`: the in-place commit in whose swap files the run goes on. `warnings`:
+    lines for the log."""
 
     found: FoundCheckpoint | None
     adoption: Adoption | None
@@ -71,8 +71,8 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OpenMachine:
-    """The device, tiers and homes (places of bytes on tiers) of a run. `copy_homes`: unit index -> home of the unit's
-    durable copy, for in-place commits."""
+    """The device, tiers and homes of a run. `copy_homes`: unit index -> home of its durable copy, for in-place
+    commits."""
 
     runtime: Runtime
     tiers: TierRack
@@ -81,8 +81,7 @@ class OpenMachine:
 
 
 def find_source(run_spec: RunSpec, collectives: Collectives) -> Source:
-    """Find where a run gets its first values. Check directories and files before anything is allocated.
-    Collective: every rank calls this."""
+    """Find where a run gets its first values, and check directories and files. Collective: every rank calls this."""
     config, keys = run_spec.config, nvme_paths(run_spec.config)
     warnings = check_directories(keys)
     resume = config.tiered_zero.checkpoint.resume
@@ -98,8 +97,8 @@ def find_source(run_spec: RunSpec, collectives: Collectives) -> Source:
 
 
 def _find(resume: str, warnings: list[str]) -> FoundCheckpoint | None:
-    """Find the checkpoint to resume in the directory `resume`. Return None, and add a warning, if the directory holds
-    no complete save yet. Raises StoreError."""
+    """Find the checkpoint to resume in the directory `resume`. If it has no complete save yet, add a warning and return
+    None. Raises StoreError."""
     if why := nothing_to_load(resume, resumes=True):
         warnings.append(f"no checkpoint in {resume} is resumed: {why}. The run begins at step 0")
         return None
@@ -107,17 +106,16 @@ def _find(resume: str, warnings: list[str]) -> FoundCheckpoint | None:
 
 
 def check_directories(keys: Mapping[tuple[str, ...], str]) -> list[str]:
-    """Make the missing swap directories, and return warnings about any swap directory. `keys`: the directories over
-    which one store of swap files is striped -> the config key that names them. Raises ConfigError and StoreError."""
+    """Make the missing swap directories, and return warnings about all. `keys`: directories of one store -> the config
+    key that names them. Raises ConfigError and StoreError."""
     make_missing(keys)
     by_path = {path: key for paths, key in keys.items() for path in paths}
     return [line for path, key in sorted(by_path.items()) for line in preflight_directory(path, key)]
 
 
 def clear_directories(keys: Mapping[tuple[str, ...], str], adopted: Container[Path] = ()) -> list[str]:
-    """If the launcher has restarted its processes, remove the swap directories that ended processes of this launch have
-    left; committed state stays. Return notices about swap directories that other ended runs have left. `keys`: as for
-    `check_directories`. `adopted`: swap directories in which this run goes on; there is no notice about these."""
+    """After a restart by the launcher, remove the swap directories of its ended processes; committed state stays.
+    Return notices about those of other ended runs, except `adopted`. `keys`: as for `check_directories`."""
     paths = [path for group in keys for path in group]
     if num_restarts() and local_rank() == 0:
         clear_restarted(paths, launch_name())
@@ -127,8 +125,7 @@ def clear_directories(keys: Mapping[tuple[str, ...], str], adopted: Container[Pa
 def open_runtime(
     plan: Plan, rule: UpdateRule, accelerator: Accelerator, collectives: Collectives, resources: Teardown
 ) -> Runtime:
-    """Connect device and ranks, and return the run's runtime: the device, the ranks, and the ledger that counts the
-    bytes of each tier. `resources`: closes device, rule and ranks when the run ends."""
+    """Connect device and ranks, and return the run's runtime. `resources`: closes device, rule and ranks."""
     resources.add("lanes", accelerator.close)
     resources.add("ranks", collectives.close)
     collectives.connect_device(accelerator)
@@ -150,10 +147,9 @@ def open_machine(
     units: Sequence[Unit] = (),
     adopted: Mapping[tuple[str, ...], AdoptedStore] = MappingProxyType({}),
 ) -> OpenMachine:
-    """Allocate the host memory and files that the plan names, and reserve every slot there. `resources`: closes them
-    when the run ends. `model_name`: written to `owner.json`, the file in each swap directory that names its run.
-    `slots`: the slots to reserve; they refer to `units` and to the sub-groups of `layouts` by index. `adopted`: swap
-    paths -> the committed state from which the store there resumes."""
+    """Allocate the host memory and files of the plan, and reserve `slots`, which name `units` and `layouts` by index.
+    `resources`: closes them. `model_name`: for the owner file. `adopted`: swap paths -> the committed state to
+    resume."""
     tiers = TierRack(config, plan, runtime, resources, model_name=model_name, adopted=adopted)
     inventory = Inventory()
     copy_homes: dict[int, Home] = {}
@@ -173,8 +169,7 @@ def open_machine(
 
 
 def nvme_paths(config: Config) -> dict[tuple[str, ...], str]:
-    """Return swap paths -> the config key that names them, for activations, state and parameters on NVMe. Several paths
-    in one key are striped together."""
+    """Return swap paths -> the config key that names them, for activations, state and parameters on NVMe."""
     zero = config.zero_optimization
     sections = {
         "tiered_zero.activations": config.tiered_zero.activations,

@@ -46,9 +46,8 @@ from tiered_zero.unit.model import check_memory, list_params, module_tree, packe
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedMachine:
-    """The machine for which a run is planned. `device_nbytes`, `host_nbytes`: the memory of a machine with an
-    accelerator; each replaces the config's limit. None: what this machine has free, within the config's limit. `ranks`:
-    the number of processes that share the machine."""
+    """The machine to plan for. `device_nbytes`, `host_nbytes`: replace the config's limits; None: what this machine has
+    free, within those limits. `ranks`: the number of processes that share the machine."""
 
     device_nbytes: int | None = None
     host_nbytes: int | None = None
@@ -118,13 +117,9 @@ def specify_run(
     collectives: Collectives | None = None,
     rates: Machine | None = None,
 ) -> RunSpec:
-    """Cut the model into units and sub-groups and plan the bytes of a run. Reads no parameter's bytes; raises
-    ConfigError and ModelError.
-
-    If neither the argument nor the config has an optimizer, the run evaluates, and every parameter is frozen.
-    `machine`: the machine to plan for; None: the one that runs this call. `collectives`: the ranks; all of them call
-    this, and their plans must agree (RankError). `rates`: the rates with which placement "auto" predicts; None: the
-    rates measured on this machine."""
+    """Cut the model into units and sub-groups and plan the bytes of a run. Reads no parameter's bytes. Without an
+    optimizer the run evaluates. `machine`: None: this one. `rates`: for placement "auto"; None: this machine's.
+    `collectives`: every rank calls this. Raises ConfigError, ModelError, and RankError if ranks differ."""
     ranks = collectives or SingleRank()
     _check_delayed(config, ranks.world_size)
     trains = optimizer is not None or config.optimizer is not None
@@ -146,13 +141,12 @@ def specify_run(
 
 
 NUM_CUTS_KEPT = 4
-"""How many ways of cutting a model into sub-groups a search keeps in memory. For 70 billion parameters one of them
-takes a second and 100 MB."""
+"""How many cuts into sub-groups are kept. For 70 billion parameters one takes a second and 100 MB."""
 
 
 class _Cut:
-    """Makes the rule, units and sub-groups of a model. Keeps the last results, because a search plans many placements
-    that need the same ones."""
+    """Makes the rule, units and sub-groups of a model. Keeps the last results, for a search that plans many
+    placements."""
 
     def __init__(self, model: nn.Module, specs: dict[nn.Parameter, ParamSpec], source: Optimizer) -> None:
         self.model, self.specs, self.source = model, specs, source
@@ -168,11 +162,8 @@ class _Cut:
     def _cut(
         self, rules: UnitRules, rule: UpdateRule, state_format: str, apart: bool, rank: int | None, numel: int
     ) -> tuple[list[SubGroup], list[SubGroupSize]]:
-        """Cut the units into sub-groups of at most `numel` elements, and return them with the sizes of their slots.
-        `rules`: the rules by which the model is cut into units. `apart`, `rank`: see `cut_subgroups`.
-
-        Slot sizes are computed once for equal sub-groups: with an elementwise rule, those with the same number of
-        elements and the same param groups."""
+        """Return the sub-groups, of at most `numel` elements, and the sizes of their slots. `apart`, `rank`: see
+        `cut_subgroups`."""
         subgroups = cut_subgroups(
             self.find_units(rules), self.group_of, numel, elementwise=rule.elementwise, apart=apart, rank=rank
         )
@@ -180,7 +171,7 @@ class _Cut:
         sizes = []
         for subgroup in subgroups:
             groups = frozenset(piece.group for segment in subgroup.segments for piece in segment.pieces)
-            key = (subgroup.numel, groups) if rule.elementwise else subgroup.index
+            key = (subgroup.numel, groups) if rule.elementwise else subgroup.index  # equal keys, equal sizes
             if key not in known:
                 known[key] = StateLayout(subgroup, rule, self.source.param_groups, masters).nbytes
             sizes.append(SubGroupSize(state_nbytes=known[key], parts=subgroup.parts, embedding=subgroup.embedding))
@@ -188,7 +179,7 @@ class _Cut:
 
 
 def _specify(config: Config, *, cut: _Cut, machine: PlannedMachine, ranks: Collectives) -> RunSpec:
-    """Specify a run under `config`. The parameters and the optimizer have been checked before."""
+    """Specify a run under `config`. The caller has checked parameters and optimizer."""
     effective, request = _request(config, cut.model, machine, ranks)
     rule = cut.make_rule(request.state_format, request.world_size, request.shards_params, request.shares_cores)
     if machine.device_nbytes is not None or find_device(config.tiered_zero.device).type != "cpu":
@@ -240,8 +231,7 @@ def _check_delayed(config: Config, world_size: int) -> None:
 def _request(
     config: Config, model: nn.Module, machine: PlannedMachine, ranks: Collectives
 ) -> tuple[Config, PlanRequest]:
-    """Return the effective config and the planner's request. The effective config has the tiers on which parameters and
-    state really rest in this run."""
+    """Return the effective config (with the tiers that this run really uses) and the planner's request."""
     limits, settings = _limits(config, model, machine, ranks), config.tiered_zero
     on_cpu = machine.device_nbytes is None and shares_cores(settings.device, settings.debug_delay_seed)
     effective = resolve_host_tiers(config, limits, shares_cores=on_cpu, world_size=ranks.world_size)
@@ -261,9 +251,8 @@ def _request(
 def _make_rule(
     source: Optimizer, state_format: str, world_size: int, steps_parts: bool, shares_cores: bool
 ) -> UpdateRule:
-    """Make the update rule of the optimizer `source`, with state in `state_format`. `steps_parts`: whether each rank
-    steps parts of parameters. `shares_cores`: whether compute runs on the CPU too. Raises ModelError if each rank steps
-    parts and the rule can step whole parameters only."""
+    """Make the update rule of the optimizer `source`. `steps_parts`: each rank steps parts of parameters.
+    `shares_cores`: the CPU computes too. Raises ModelError if the rule can step whole parameters only."""
     threads = num_kernel_threads(shares_cores=shares_cores)
     rule = make_rule(source, state_format, steps_parts=steps_parts, num_threads=threads)
     if steps_parts and not rule.elementwise:
@@ -286,8 +275,7 @@ def _check_group_state(rule: UpdateRule, request: PlanRequest) -> None:
 
 
 def _facts(run_spec: RunSpec) -> dict[str, Any]:
-    """Return name -> value for all facts of the config, the model and the plan that must be equal on all ranks. Keys of
-    a config section are named `section.key`. Devices, paths and files are left out, because they may differ."""
+    """Return name -> value for the facts that must be equal on all ranks. Devices, paths and files may differ."""
     config, plan, units = run_spec.config, run_spec.plan, run_spec.units
     path: dict[str, Any] = {"nvme_path": True}
     zero = {"offload_param": path, "offload_optimizer": path}
@@ -335,8 +323,8 @@ Exchange = Callable[[bytes, str], list[bytes]]
 
 
 def compare_facts(facts: Mapping[str, Any], exchange: Exchange) -> None:
-    """Compare `facts` (name -> a JSON value) with those of the other ranks, by hashes first. If they differ, every rank
-    raises RankError, which names the first difference and both values."""
+    """Raise RankError on every rank if `facts` (name -> a JSON value) differ between ranks."""
+    # hashes first: values are exchanged only where these differ
     texts = {what: json.dumps(value, sort_keys=True).encode() for what, value in facts.items()}
     digests = {what: hashlib.sha256(text).hexdigest()[:16] for what, text in texts.items()}
     found = [json.loads(message) for message in exchange(json.dumps(digests).encode(), "the plan")]
@@ -356,9 +344,9 @@ def compare_facts(facts: Mapping[str, Any], exchange: Exchange) -> None:
 
 
 def _first_difference(first: Any, other: Any, path: Sequence[str] = ()) -> tuple[Sequence[str], Any, Any]:
-    """Return the path of the first value that differs, and both values; None stands for a missing value. Keys that are
-    missing on one side come first, because they change the values of other keys."""
+    """Return the path of the first value that differs, and both values; None stands for a missing value."""
     if isinstance(first, dict) and isinstance(other, dict):
+        # keys of one side first: they change the values of other keys
         alone = [key for key in (*first, *other) if (key in first) != (key in other)]
         for key in (*alone, *first):
             if first.get(key) != other.get(key):
@@ -371,11 +359,10 @@ def _text(value: Any) -> str:
 
 
 def _with_common_window(plan: Plan, ranks: Collectives) -> Plan:
-    """Return the plan with the same room for paged parameters on every rank: the smallest that any rank has. The order
-    of gathers depends on this room, and must be equal on all ranks."""
+    """Return the plan with the least room for paged parameters that any rank has."""
     if not plan.request.shards_params:
         return plan
-    own = plan.pager_limits
+    own = plan.pager_limits  # the order of gathers depends on it, and must be equal on all ranks
     found = ranks.exchange(f"{own.live_nbytes} {own.most_live_nbytes}".encode(), "room for parameters")
     live, most_live = (min(map(int, values)) for values in zip(*(each.split() for each in found), strict=True))
     return replace(plan, pager_limits=replace(own, live_nbytes=live, most_live_nbytes=most_live))
@@ -422,8 +409,7 @@ def _check_params(specs: Mapping[nn.Parameter, ParamSpec], trains: bool) -> None
 
 
 def compute_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype that a tensor of `dtype` has on the device: the config's 16-bit dtype, if it sets one and
-    `dtype` is a float."""
+    """Return the dtype on the device of a tensor of `dtype`: the config's 16-bit dtype, if any, for a float."""
     wanted: torch.dtype = getattr(torch, config.param_dtype_name)
     return wanted if dtype.is_floating_point and wanted != torch.float32 else dtype
 
@@ -435,10 +421,9 @@ def _plan_to_fit(
     numel: int,
     request: PlanRequest,
 ) -> tuple[list[SubGroup], list[SubGroupSize], Plan, int]:
-    """Plan with sub-groups of `numel` elements. If the plan needs more host memory than is allowed, halve the size and
-    plan again, until the plan fits or smaller sub-groups would be too many. Return the sub-groups, the sizes of their
-    slots, the plan, and the size at which sub-groups are cut. `cut_into(numel)`: returns sub-groups of at most `numel`
-    elements, and the sizes of their slots."""
+    """Plan with sub-groups of `numel` elements; halve the size until the plan fits host memory or smaller ones would be
+    too many. Return the sub-groups, the sizes of their slots, the plan and the size. `cut_into(numel)`: returns
+    sub-groups and sizes."""
     least = sub_group_numel(1, units)
     while True:
         subgroups, sizes = cut_into(numel)
@@ -452,13 +437,11 @@ def _plan_to_fit(
 
 
 def _limits(config: Config, model: nn.Module, machine: PlannedMachine, ranks: Collectives) -> Limits:
-    """Return the bytes that this rank may use on each tier: the config's limits, or the free bytes less a reserve.
-
-    Memory of the device that parameters take now is free, too, because they move to their planned places, unit by unit.
-    Ranks of one host share its memory, and every rank plans with the smallest share that any rank has."""
+    """Return the bytes that this rank may use on each tier: the config's limits, or the free bytes less a reserve."""
     settings = config.tiered_zero
     nbytes, source, given_nbytes = machine.device_nbytes, "--device-memory", None
     if nbytes is None:
+        # what the model's parameters take there is free too: they move to their planned places
         nbytes = available_device_nbytes(find_device(settings.device), model.parameters())
         source, given_nbytes = "what the device has free", settings.device_memory_limit
     limits = limit_of("device", nbytes, source, given_nbytes)
@@ -470,6 +453,7 @@ def _limits(config: Config, model: nn.Module, machine: PlannedMachine, ranks: Co
         nbytes, source = nbytes // machine.ranks, f"{source} for {machine.ranks} ranks"
     elif ranks.world_size > 1:
         shares = ranks.exchange(str(nbytes // local_world_size()).encode(), "free host memory")
+        # ranks of one host share its memory; every rank plans with the smallest share
         nbytes, source = min(map(int, shares)), "each rank's part of what its machine and cgroup have free"
     return limits | limit_of("host", nbytes, source, given_nbytes)
 

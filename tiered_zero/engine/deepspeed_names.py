@@ -1,7 +1,6 @@
-"""Provide methods of DeepSpeed's engine, for scripts that call them. Loops written for this engine do not need them.
+"""Provide methods of DeepSpeed's engine, for scripts that call them.
 
-Some answer questions about the run, and some do nothing. Any other name of DeepSpeed's engine raises MissingNameError,
-with a text that says what to do instead. Source: DeepSpeed 0.19, runtime/engine.py.
+Names that are not provided raise MissingNameError with a remedy. Source: DeepSpeed 0.19, runtime/engine.py.
 """
 
 from __future__ import annotations
@@ -60,8 +59,7 @@ MISSING: Mapping[str, str] = {
 
 
 def _reader(path: str, text: str = "") -> Callable[[DeepSpeedNames], Any]:
-    """Make a method that returns the config's value at `path` (names joined by dots). `text`: the method's
-    docstring."""
+    """Make a method that returns the config's value at `path`. `text`: the method's docstring."""
 
     def read(self: DeepSpeedNames) -> Any:
         return attrgetter(path)(self._run.config)
@@ -73,8 +71,7 @@ def _reader(path: str, text: str = "") -> Callable[[DeepSpeedNames], Any]:
 @final
 @dataclass(kw_only=True)
 class ThroughputTimer:
-    """Replaces DeepSpeed's `engine.tput_timer`, in which scripts count epochs. `samples_per_s`: returns the throughput
-    of the last optimizer step."""
+    """Replaces DeepSpeed's `engine.tput_timer`, in which scripts count epochs."""
 
     samples_per_s: Callable[[], float]
     epoch_count: int = 0
@@ -84,14 +81,12 @@ class ThroughputTimer:
         self.epoch_count += 1
 
     def avg_samples_per_sec(self) -> float:
-        """Return how many samples all ranks together trained on per second in the last optimizer step; 0.0 before the
-        first step."""
+        """Return the samples per second of all ranks in the last optimizer step; 0.0 before the first."""
         return self.samples_per_s()
 
 
 class DeepSpeedNames(ABC):
-    """The base class of `Engine` with the methods that only scripts for DeepSpeed need. It has no attributes of its
-    own."""
+    """The methods of `Engine` that only scripts for DeepSpeed need."""
 
     _run: EngineParts
     _step: TrainStep
@@ -107,13 +102,12 @@ class DeepSpeedNames(ABC):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context manager that changes nothing: with it and without it, gradients are reduced over ranks only in the
-        `step()` that updates the weights. Raises ModelError if this run reduces gradients in backward."""
+        """Change nothing: `step()` reduces gradients over ranks. Raises ModelError if backward reduces them."""
         self._step.check_no_sync()
         yield
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Raise ModelError: the model has to be compiled before `initialize`. Accelerate calls this for Trainer's
+        """Raise ModelError: compile the model before `initialize`. Accelerate calls this for Trainer's
         `torch_compile`."""
         raise ModelError(
             "engine.compile(), or torch_compile=True of TrainingArguments: expected a model that is compiled before it "
@@ -130,8 +124,7 @@ class DeepSpeedNames(ABC):
         return
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """Return `module.state_dict()`: whole CPU tensors, from any tier. `exclude_frozen_parameters`: leave out
-        parameters that require no gradient."""
+        """Return `module.state_dict()`: whole CPU tensors. `exclude_frozen_parameters`: leave frozen parameters out."""
         state: dict[str, Any] = self._run.module.state_dict()
         if exclude_frozen_parameters:
             for name, param in self._run.module.named_parameters(remove_duplicate=False):
@@ -140,8 +133,8 @@ class DeepSpeedNames(ABC):
         return state
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Load `state_dict` into the module's parameters and buffers, and into the fp32 masters. `strict`: as in
-        torch's `load_state_dict`: raise for missing and unexpected names."""
+        """Load `state_dict` into parameters, buffers and fp32 masters. `strict`: raise for missing and unexpected
+        names."""
         self._run.module.load_state_dict(state_dict, strict=strict)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
@@ -171,13 +164,13 @@ class DeepSpeedNames(ABC):
         return check.norm if check is not None else None
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Return whether the next `step()` updates the weights. Always False without managed_gradient_accumulation, as
-        in DeepSpeed: the caller then counts micro-batches."""
+        """Return whether the next `step()` updates the weights. As in DeepSpeed, it is always False without
+        managed_gradient_accumulation."""
         return self._run.config.managed_gradient_accumulation and self._step.counts.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Set whether each `step()` from now on updates the weights. None: the engine counts micro-batches again.
-        Raises ModelError if managed_gradient_accumulation is false: every `step()` updates in that case."""
+        Raises ModelError if managed_gradient_accumulation is false."""
         if not self._run.config.managed_gradient_accumulation:
             raise ModelError(
                 "set_gradient_accumulation_boundary() was expected where the engine counts micro-batches; found "
@@ -186,8 +179,7 @@ class DeepSpeedNames(ABC):
         self._step.counts.boundary = is_boundary
 
     def was_step_applied(self) -> bool:
-        """Return whether the last `step()` updated the weights; False if it only counted a micro-batch or was
-        skipped."""
+        """Return whether the last `step()` updated the weights."""
         return self._step.counts.was_applied
 
     @property
@@ -226,9 +218,7 @@ class DeepSpeedNames(ABC):
     bfloat16_enabled = _reader("bf16.enabled")
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Return train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps of the config: the
-        samples of one update on all ranks, the samples of one forward on one rank, and the number of micro-batches of
-        one update."""
+        """Return (train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulation_steps) of the config."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     steps_per_print = _reader("steps_per_print", "Optimizer steps between two log lines; None: no lines.")
@@ -266,8 +256,8 @@ class DeepSpeedNames(ABC):
         return [group.get(key) for group in groups]
 
     def __getattr__(self, name: str) -> Any:
-        """Return the attribute `name` of the user's module, as DeepSpeed's engine does. Python calls this for names
-        that the engine does not have. Raises MissingNameError if the module has no such attribute either."""
+        """Return the attribute `name` of the user's module. Raises MissingNameError if the module has none. Python
+        calls this for names that the engine lacks."""
         if name.startswith("_"):
             raise AttributeError(name)
         module = self._run.module

@@ -1,8 +1,4 @@
-"""Define the engine that a user calls: forward, backward and step; questions about the run; checkpoints and weight
-files; single values by a parameter's name; control of the run.
-
-train_step.py orders what these calls do.
-"""
+"""Define the engine that a user calls. train_step.py orders the events behind its calls."""
 
 from __future__ import annotations
 
@@ -51,14 +47,12 @@ logger = logging.getLogger("tiered_zero")
 class Engine(DeepSpeedNames):
     """Trains one model whose parameters and optimizer state rest on several tiers. Use it from one thread.
 
-    The loop calls loss = engine(batch), engine.backward(loss) and engine.step(). If forward or backward raises, the
-    step is dropped and training can go on. If the update fails, every later call raises EngineFailedError, because
-    state is rewritten in place.
+    Each step calls engine(batch), engine.backward(loss) and engine.step(). After an error in forward or backward a run
+    of one rank can go on. After a failed update every call raises EngineFailedError.
     """
 
     def __init__(self, run: EngineParts, step: TrainStep, resources: Teardown) -> None:
-        """`run`: the model, and the objects with which it is trained. `step`: orders the events of each step.
-        `resources`: closes everything, in order, when the engine ends."""
+        """`resources`: closes everything, in order, when the engine ends."""
         self._run = run
         self._step = step
         self._resources = resources
@@ -94,26 +88,20 @@ class Engine(DeepSpeedNames):
     @on_one_thread
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Run backward of `loss`, divided by the accumulation steps (if `scale_wrt_gas`) and multiplied by the loss
-        scale. Returns `loss` unchanged.
+        scale. Return `loss` unchanged. If backward raises, this step's gradients are dropped.
 
-        May be called several times before `step`. If backward raises, this step's gradients are dropped.
+        `loss.backward()` works too, with the loss undivided. With fp16 it raises ModelError: call `scale` first.
 
-        `loss.backward()` works too: its gradients are divided by the accumulation steps as they arrive, so the caller
-        must not divide the loss as well. With fp16 it raises ModelError, because that loss is not multiplied by the
-        loss scale. `engine.scale(loss).backward()` is right in every case.
-
-        From backward to `step()`, `param.grad` is a live view of the gradient in the parameter's shape. It can be read,
-        changed in place and assigned as in plain PyTorch, also by `torch.nn.utils.clip_grad_norm_`. It lies on the tier
-        of the gradient (host memory, if the update runs there), and is fp32 if micro-batches of a 16-bit model are
-        summed. With a loss scale it is an unscaled fp32 copy, and for gradients on NVMe a copy; changes of a copy take
-        effect too. Reading it raises ModelError with many ranks, or if updates begin in backward.
+        From backward to `step()`, `param.grad` reads and sets the gradient, without the loss scale. It lies on the
+        gradient's tier; its dtype may be fp32 in a 16-bit model. Reading it raises ModelError with many ranks, or if
+        updates begin in backward.
         """
         self._step.backward(loss, retain_graph, scale_wrt_gas)
         return loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss divided by the accumulation steps and multiplied by the loss scale. The caller then calls
-        `.backward()` on the result, instead of `engine.backward(loss)`, as with DeepSpeed's `engine.scale`."""
+        """Return the loss divided by the accumulation steps and multiplied by the loss scale. Then call `.backward()`
+        on the result, in place of `engine.backward(loss)`."""
         scaled = self._step.scaled(loss)
         if scaled is not loss and scaled.requires_grad:
             self._step.arrivals.expect(scaled)
@@ -122,11 +110,9 @@ class Engine(DeepSpeedNames):
     @on_one_thread
     @runs_outside_modes
     def step(self, *, by_optimizer: bool = False) -> None:
-        """Count a micro-batch. After the last micro-batch of an accumulation, check the gradients and update the
-        weights; skip the update if gradients are not finite.
-
-        `by_optimizer`: whether `optimizer.step()` calls this. Gradients are then clipped only if the config has
-        gradient_clipping, because the user's loop may clip them itself."""
+        """Count a micro-batch. After the last one of an accumulation, check the gradients and update the weights; skip
+        the update if gradients are not finite. `by_optimizer`: `optimizer.step()` calls this; clip gradients only if
+        the config sets gradient_clipping."""
         run, step = self._run, self._step
         if step.step(self.optimizer, run.lr_scheduler, by_optimizer) and (report := step.meter.report) is not None:
             for observer in run.observers:
@@ -146,8 +132,8 @@ class Engine(DeepSpeedNames):
 
     @property
     def lr_scheduler(self) -> Any:
-        """The learning rate scheduler that `step()` steps; None without one. Assign it between two steps only. A
-        trainer that steps the scheduler itself assigns None."""
+        """The learning rate scheduler that `step()` steps, or None. Assign it between two steps only. A trainer that
+        steps the scheduler itself assigns None."""
         return self._run.lr_scheduler
 
     @lr_scheduler.setter
@@ -198,8 +184,7 @@ class Engine(DeepSpeedNames):
         return self._step.counts.micro_steps
 
     def memory_report(self) -> dict[str, dict[str, dict[str, int]]]:
-        """Return the bytes of the run by tier and kind: tier -> kind -> {"now", "peak", "planned"}. "now": the bytes
-        allocated now. "peak": the most so far. "planned": the bytes in the plan."""
+        """Return the bytes of the run: tier -> kind -> {"now", "peak", "planned"}. "peak": the most so far."""
         return {
             tier: {
                 kind: {"now": now, "peak": peak, "planned": self.plan.nbytes(tier, kind)}
@@ -209,9 +194,8 @@ class Engine(DeepSpeedNames):
         }
 
     def rank_report(self) -> dict[str, float]:
-        """Return what this rank has exchanged with other ranks so far. `gathered_nbytes`: bytes of the units that were
-        gathered. `reduced_nbytes`: bytes of the gradients that were reduced. `waited_s`: seconds spent in waiting for
-        other ranks."""
+        """Return what this rank has exchanged with other ranks so far: "gathered_nbytes" of units, "reduced_nbytes" of
+        gradients, and "waited_s", the seconds of waiting for other ranks."""
         return asdict(self._step.runtime.collectives.traffic)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -226,19 +210,15 @@ class Engine(DeepSpeedNames):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save the whole state of the run as `save_dir/tag` (default tag: global_step{N}). A run that loads the
-        checkpoint continues with the same bits, also with other tiers. Call it after a `step()` that updates.
+        """Save the whole state of the run as `save_dir/tag` (default tag: global_step{N}), durably. Call it right after
+        a `step()` that updates. Every rank calls it; if one rank fails, every rank raises.
 
-        The checkpoint is complete and durable when this call returns; if it raises, training can go on. With
-        checkpoint.async and state in memory, the save goes on in the background: it is complete and durable once
-        `flush()`, `close()`, or the next save or load returns, and whichever of these comes first raises an error of
-        the save. For state on NVMe, checkpoint.in_place makes saves quick. A delayed update is made visible first.
-        `client_state`: the user's own plain values, tensors and arrays. `save_latest`: whether the file `latest` names
-        this tag from now on. `exclude_frozen_parameters`: leave frozen parameters out; such a checkpoint is loaded with
-        load_module_strict=False. Raises ModelError, StoreError and TransferError.
+        With checkpoint.async, a save of state in memory goes on in the background. `flush()`, `close()` and the next
+        save or load wait for it and raise its error.
 
-        With many ranks every rank calls this, and rank 0's `client_state` is saved. If the save fails on one rank,
-        every rank raises.
+        `client_state`: your own plain values, tensors and arrays; rank 0's is saved. `save_latest`: the file `latest`
+        names this tag. `exclude_frozen_parameters`: leave frozen parameters out; load with load_module_strict=False.
+        Raises ModelError, StoreError and TransferError.
         """
 
         def begin() -> tuple[int, str]:
@@ -270,22 +250,16 @@ class Engine(DeepSpeedNames):
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any]]:
         """Load the checkpoint `load_dir/tag` and continue from its step. Without a tag, load the one that the file
-        `latest` names, or else the newest complete checkpoint.
+        `latest` names, or else the newest complete one. Return its path and client_state; (None, {}) if `load_dir` is
+        missing or empty. Every rank calls it. The number of ranks may differ from that of the save.
 
-        Returns the checkpoint's path and client_state; (None, {}), with a warning, if `load_dir` is missing or empty. A
-        directory that holds only other things is refused (StoreError), so that no run begins at step 0 by mistake.
-
-        Masters always get the saved fp32 values, and parameters get these values rounded. `load_optimizer_states`:
-        False starts the optimizer state anew and keeps the present loss scale. `load_lr_scheduler_states`: False keeps
-        the present learning rate schedule. `load_module_only`: True loads only what the module holds, and starts the
-        optimizer state anew. Counts, learning rates and their schedule, loss scale, random numbers and the position in
-        the training data then stay as they are. `load_module_strict`: False accepts a checkpoint that lacks parameters
-        or buffers of the model, which keep their values, or that has others, which are ignored. `custom_load_fn`: must
-        be None.
+        `load_module_strict`: False ignores missing and unexpected parameters and buffers. `load_optimizer_states`:
+        False starts optimizer state anew and keeps the loss scale. `load_lr_scheduler_states`: False keeps the present
+        learning rate schedule. `load_module_only`: True loads only what the module holds, and starts optimizer state
+        anew. `custom_load_fn`: must be None.
 
         Raises ModelError, ConfigError or StoreError, with nothing changed, if the checkpoint does not fit. If damage is
-        found later, this engine cannot be used any more. No pickle is read. With many ranks every rank calls this; the
-        number of ranks may differ from that of the save.
+        found later, this engine cannot be used any more.
         """
         if custom_load_fn is not None:
             raise ModelError(
@@ -310,7 +284,7 @@ class Engine(DeepSpeedNames):
 
     @property
     def resumed(self) -> tuple[Path, dict[str, Any]] | None:
-        """The checkpoint that tiered_zero.checkpoint.resume has loaded: its path and client_state. None for a new
+        """The path and client_state of the checkpoint that tiered_zero.checkpoint.resume has loaded; None for a new
         run."""
         return self._run.checkpoints.resumed
 
@@ -326,15 +300,12 @@ class Engine(DeepSpeedNames):
         *,
         max_shard_size: int | str = MAX_SHARD_NBYTES,
     ) -> bool:
-        """Write parameters, in the dtype in which they are trained, and buffers to safetensors files in `save_dir`.
-        Both `from_pretrained(save_dir)` of transformers and plain torch can load these files.
-        `exclude_frozen_parameters`: leave frozen parameters out.
+        """Write parameters, in the dtype of training, and buffers to safetensors files in `save_dir`. transformers'
+        `from_pretrained(save_dir)` and plain torch load them. Rank 0 writes; at stage 3 every rank calls this.
 
-        Weights larger in total than `max_shard_size` (bytes, or text such as "5GB") are split into numbered files with
-        an index. Tied weights are written under each of their names, as `load_state_dict(strict=True)` needs them. A
-        model of transformers 5 is written in the form of its `save_pretrained`, experts one by one, with its config.
-        Files of an earlier save with the same name are replaced at the end. Rank 0 writes; at stage 3 every rank calls
-        this.
+        `exclude_frozen_parameters`: leave frozen parameters out. `max_shard_size`: the most bytes of a file, as a
+        number or text such as "5GB"; a larger model is split, with an index. Files of an earlier save are replaced at
+        the end.
         """
         directory = _directory("save_16bit_model", save_dir)
         ranks, is_sharded = self._step.runtime.collectives, self._run.plan.request.shards_params
@@ -384,15 +355,14 @@ class Engine(DeepSpeedNames):
 
     @on_one_thread
     def peek(self, name: str, kind: str = "master") -> torch.Tensor | None:
-        """Return the master, the gradient or a state tensor of one parameter, copied to the CPU from any tier.
+        """Return the master, the gradient or a state tensor of one parameter, copied to the CPU from any tier. It waits
+        for every update and reads whole sub-groups: too slow for every step.
 
-        `name`: the parameter's name in `module.named_parameters()`. `kind`: "master", "grad" (between backward and
-        `step()`, without the loss scale), or the name of a state tensor in torch's optimizer, such as "exp_avg".
-        Masters and gradients are fp32 in the parameter's shape; state has torch's dtype and shape. Returns None for a
-        frozen parameter, for state before the first step, and if there is no gradient. Raises ModelError for an unknown
-        `name` or `kind`, and for "grad" where `param.grad` cannot be read (see `backward`). Waits for every update and
-        reads whole sub-groups, which is too slow for every step. If masters and state are sharded (many ranks, stage 1
-        and up), every rank calls this.
+        `kind`: "master", "grad" (between backward and `step()`, without the loss scale), or a state tensor's name in
+        torch's optimizer, such as "exp_avg". Masters and gradients are fp32. Returns None for a frozen parameter, for
+        state before the first step, and without a gradient. Raises ModelError for an unknown `name` or `kind`, and for
+        "grad" if `param.grad` cannot be read. If state is sharded (many ranks, stage 1 and up), every rank calls
+        this.
         """
         param = self._named(name)
         if kind == "master":
@@ -401,11 +371,11 @@ class Engine(DeepSpeedNames):
 
     @on_one_thread
     def poke(self, name: str, kind: str, value: torch.Tensor) -> None:
-        """Set the value that `peek(name, kind)` returns, on any tier. The next step uses `value`.
+        """Set the value that `peek(name, kind)` returns. The next step uses it.
 
-        A master becomes exactly `value`, and its parameter becomes `value` rounded to the parameter's dtype. State in a
-        lossy `state_format` is rounded. Raises ModelError if the parameter has no value of this kind. With many ranks
-        every rank calls this, and rank 0's `value` is set.
+        The parameter of a master becomes `value` rounded to its dtype. State in a lossy `state_format` is rounded.
+        Raises ModelError if the parameter has no value of this kind. Every rank calls this, and rank 0's `value` is
+        set.
         """
         param = self._named(name)
         if kind == "master":
@@ -436,8 +406,8 @@ class Engine(DeepSpeedNames):
 
     @on_one_thread
     def exchange(self, data: bytes) -> list[bytes]:
-        """Send `data` to every rank, and return the data of all ranks in rank order: to stop together, or to average
-        measurements. Every rank calls this between the same two calls of `step`. Raises RankError."""
+        """Send `data` to every rank, and return the data of all ranks in rank order. Every rank calls this between the
+        same two calls of `step`. Raises RankError."""
         return self._step.exchange(data)
 
     @on_one_thread
@@ -450,15 +420,11 @@ class Engine(DeepSpeedNames):
     @on_one_thread
     @runs_outside_modes
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of this step's backward passes so far; `optimizer.zero_grad()` does the same.
+        """Drop the gradients of this step so far. Right after a `step()` that only counted a micro-batch, do nothing:
+        `abort_step()` drops them. Raises ModelError if updates from these gradients have begun.
 
-        Right after a `step()` that only counted a micro-batch this call does nothing, because loops call `zero_grad()`
-        after every `step()`; `abort_step()` drops the gradients then. Raises ModelError if updates from these gradients
-        have begun.
-
-        `set_to_none`: False sets gradients to 0 instead of dropping them. As in plain PyTorch, each parameter that has
-        had a gradient since the last call with True then has a gradient of 0, also if no backward of this step has
-        reached it."""
+        `set_to_none`: False sets gradients to 0, as in plain PyTorch.
+        """
         self._step.zero_grad(set_to_none)
 
     @on_one_thread
@@ -468,9 +434,9 @@ class Engine(DeepSpeedNames):
         self._step.abort()
 
     def close(self) -> None:
-        """Free every tier, stop every thread, remove the swap directory. A second call does nothing. Values of
-        parameters that are not on the device are lost: call `module.state_dict()` before. Raises EngineFailedError,
-        with everything freed, if an update has failed and no call has raised that error yet."""
+        """Free every tier, stop every thread, remove the swap directory. Parameters off the device lose their values:
+        call `module.state_dict()` before. Raises EngineFailedError, with everything freed, if an update has failed and
+        no call has raised its error."""
         if not self._process.is_current():
             return  # a forked child owns nothing
         step = self._step

@@ -1,6 +1,4 @@
-"""Begin, end and abort the calls of an engine, count its steps, and follow a `loss.backward()` past the engine. Refuse
-calls from other threads and from hooks, and models with replaced parameters. Handle every failed call in one place. End
-a run that the user does not close."""
+"""Begin, end and abort the calls of an engine, and count its steps."""
 
 from __future__ import annotations
 
@@ -40,10 +38,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Movers:
-    """The objects that move parameters, gradients, state and activations; `TrainStep` orders what they do. `reducer`:
-    averages gradients over ranks; None with one rank. `activations`: moves saved activations; None if they stay on the
-    device. `drain`: blocks until lanes and disk are idle, also after a failed call. `reclaim`: releases the staging
-    buffers that a failed call had leased."""
+    """The objects that move bytes; `TrainStep` orders what they do. `reducer`: None with one rank. `activations`: None
+    if saved activations stay on the device. `drain`: blocks until lanes and disk are idle. `reclaim`: releases the
+    staging buffers that a failed call had leased."""
 
     pager: Pager
     parameters: ModelParameters
@@ -59,8 +56,8 @@ class Movers:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineParts:
-    """The model of an engine, and the objects with which the engine trains it. `optimizer`: None if the engine only
-    evaluates. `observers`: functions that are called with the report of each optimizer step."""
+    """What an engine holds. `optimizer`: None if the engine only evaluates. `observers`: called with each step's
+    report."""
 
     module: nn.Module
     config: Config
@@ -78,9 +75,8 @@ _Method = Callable[Concatenate[_Engine, _Arguments], _Result]
 
 
 def on_one_thread(method: _Method[_Engine, _Arguments, _Result]) -> _Method[_Engine, _Arguments, _Result]:
-    """Decorate a method of the engine. A call raises ModelError while another thread uses the engine, and inside of a
-    forward, backward or step. When the method ends, a KeyboardInterrupt that was held back is raised: see
-    [Note: Interrupted calls]."""
+    """Decorate a method of the engine to raise ModelError while another thread uses the engine, and inside of a
+    forward, backward or step. See [Note: Interrupted calls]."""
 
     @wraps(method)
     def entered(self: _Engine, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -99,15 +95,14 @@ def on_one_thread(method: _Method[_Engine, _Arguments, _Result]) -> _Method[_Eng
         finally:
             driver.leave()
             if step.holds_interrupts:
-                step.end_hold()
+                step.end_hold()  # raises a KeyboardInterrupt that was held back
 
     return entered
 
 
 @final
 class ModelParameters:
-    """Checks that a model still has the parameters with which its run began. `trains`: whether the run trains; frozen
-    parameters must then stay frozen."""
+    """Checks that a model keeps the parameters with which its run began."""
 
     def __init__(self, model: nn.Module, trains: bool) -> None:
         self.model = model
@@ -121,9 +116,8 @@ class ModelParameters:
         self._frozen = {name: param for name, param in named.items() if not param.requires_grad}
 
     def check(self) -> None:
-        """Raise ModelError if the model's parameters have changed: if one, or its module, was replaced or removed, if a
-        trainable one was added, or if a frozen one was thawed. Compares which objects they are, not their values.
-        Called in `step()` and before weights are saved."""
+        """Raise ModelError if a parameter was replaced or removed. In a run that trains, also if a trainable one was
+        added or a frozen one was thawed."""
         if (seen := list(map(id, self.model.parameters()))) != self._seen:
             self._check_changed(seen)
             self._seen = seen
@@ -138,8 +132,8 @@ class ModelParameters:
             )
 
     def _check_changed(self, seen: list[int]) -> None:
-        """Raise ModelError if a parameter with which the run began is missing or in another place, or if a trainable
-        one was added. `seen`: the identities of the parameters that the model has now."""
+        """Raise ModelError if a parameter was replaced or removed, or if a trainable one was added. `seen`: the
+        identities of the present parameters."""
         own = set(self._own)
         kept = [identity for identity in seen if identity in own]
         if kept != self._own:
@@ -169,13 +163,11 @@ def _replaced_error(name: str) -> ModelError:
 
 @final
 class StepCounts:
-    """Counts backwards, micro-batches and steps. Decides whether a `step()` is a boundary (it updates the weights), and
-    predicts whether a backward is the only one of its micro-batch. Used on the driver thread, the one that calls the
-    engine."""
+    """Counts backwards, micro-batches and steps. Decides whether a `step()` is a boundary: whether it updates the
+    weights. Used on the driver thread."""
 
     def __init__(self, num_micro_batches: int, *, managed: bool = True) -> None:
-        """`num_micro_batches`: gradient_accumulation_steps of the config. `managed`: managed_gradient_accumulation; if
-        False, every `step()` is a boundary, and every backward counts as a micro-batch."""
+        """`managed`: managed_gradient_accumulation of the config. If False, every `step()` is a boundary."""
         self.num_micro_batches = num_micro_batches
         self._managed = managed
         self.micro_steps = 0
@@ -202,8 +194,7 @@ class StepCounts:
         return (self.micro_steps + 1) % self.num_micro_batches == 0 if self.boundary is None else self.boundary
 
     def begin_backward(self, retain_graph: bool) -> bool:
-        """Count an `engine.backward()`. Return whether it is probably the only backward of its micro-batch. With
-        `retain_graph` it is not, because another backward of the graph will follow."""
+        """Count an `engine.backward()`. Return whether it is probably the only backward of its micro-batch."""
         self.num_backwards += 1
         return self.num_backwards == 1 and self._one_backward_each and not retain_graph
 
@@ -211,9 +202,8 @@ class StepCounts:
         self._num_uses = num_uses
 
     def check_managed(self, num_own_backwards: int) -> None:
-        """Raise ModelError if the user's loop has accumulated gradients by itself before this `optimizer.step()`: its
-        loss would be divided twice. `num_own_backwards`: how often the user has called `loss.backward()` in place of
-        `engine.backward()` since the last `step()`."""
+        """Raise ModelError if the user's loop accumulates gradients by itself: its loss would be divided twice.
+        `num_own_backwards`: calls of `loss.backward()` since the last `step()`."""
         num_backwards = self.num_backwards + num_own_backwards
         if self._managed and self.boundary is None and 1 < self.num_micro_batches <= num_backwards:
             raise ModelError(
@@ -224,11 +214,10 @@ class StepCounts:
 
     def begin_step(self, num_uses: int) -> bool:
         """Count a micro-batch, and return whether its step is a boundary. `num_uses`: the pager's count of uses of
-        weights. If the count has grown since the backward ended, the user reads weights after a backward; from then on
-        updates begin in `step()`, not in backward."""
+        weights."""
         boundary = self.is_boundary()
         self.micro_steps += 1 if self._managed else max(1, self.num_backwards)
-        used = self.num_backwards and num_uses != self._num_uses
+        used = self.num_backwards and num_uses != self._num_uses  # weights were used after the backward
         self._one_backward_each &= self.num_backwards == 1 and not used  # else no update begins in backward any more
         self.num_backwards = 0
         self.is_accumulating = not boundary
@@ -243,8 +232,7 @@ class StepCounts:
         self.micro_steps, self.global_steps, self.grad_check = state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts as plain values, for `load_state_dict`. Call it between two steps, right after a `step()`
-        that updates."""
+        """Return the counts as plain values. Call it right after a `step()` that updates."""
         return {
             "micro_steps": self.micro_steps,
             "global_steps": self.global_steps,
@@ -274,14 +262,13 @@ class StepCounts:
 
 
 def end_unreferenced_run(process: OwnProcess, resources: Teardown) -> None:
-    """Close the `resources` of a run after its engine was garbage-collected, or when the process exits. On the main
-    thread this closes them at once. On any other it starts a new thread, because garbage collection may run on a lane
-    of this run, and a lane cannot wait for itself. `process`: the process that has built the run."""
+    """Close the `resources` of a run after its engine was garbage-collected, or when the process exits. `process`: the
+    one that built the run."""
     if not process.is_current():
         return  # a forked child owns nothing, and has no lane that could end an update
     if threading.current_thread() is threading.main_thread():
         runs_outside_modes(resources.close)()  # garbage collection may run inside a mode, such as a compiler's tracing
-    else:
+    else:  # perhaps a lane of this run, which cannot wait for itself
         threading.Thread(target=resources.close, name="tiered_zero end").start()
 
 
@@ -290,10 +277,9 @@ _CAUGHT = "an exception that its program has caught"
 
 @final
 class Entrance:
-    """Begins and ends each call of an engine, and follows a `loss.backward()` of the user. If one of them fails, it
-    drops the step. If the update has begun, it latches the engine: every later call raises EngineFailedError. Used on
-    the driver thread (the one that calls the engine), or on autograd's thread while the driver waits.
-    """
+    """Begins and ends each call of an engine, and follows a `loss.backward()` of the user. A call that fails drops the
+    step; if the update has begun, it latches the engine. Used on the driver thread, or on autograd's thread while the
+    driver waits."""
 
     def __init__(
         self,
@@ -312,9 +298,8 @@ class Entrance:
         """The callback that autograd calls at the end of a `loss.backward()` of the user, while it exists."""
 
     def check_outside(self, call: str, may_recompute: bool = False) -> None:
-        """Raise ModelError if a forward, backward or step() is running. The call named `call` then comes from a hook of
-        the user or from a signal handler, and weights and state may be partly new. `may_recompute`: allow the call
-        inside of a `loss.backward()` of the user, which recomputes a checkpointed forward."""
+        """Raise ModelError if a forward, backward or step() is running: a hook or a signal handler makes the call named
+        `call`. `may_recompute`: allow a forward inside of a user's `loss.backward()`."""
         if running := self._running(may_recompute):
             raise ModelError(
                 f"{call} was called inside of a {running}, by a hook or a signal's handler, where weights and state "
@@ -323,8 +308,8 @@ class Entrance:
             )
 
     def _running(self, may_recompute: bool) -> str:
-        """Return the name of the engine's call that is running now ("forward", "backward" or "step"); "" for none. A
-        `loss.backward()` of the user is a "backward" too, except if `may_recompute`."""
+        """Return which call is running: "forward", "backward", "step", or "" for none. `may_recompute`: ignore a
+        `loss.backward()` of the user."""
         now = self._phase.now
         if torch._C._current_graph_task_id() != -1 and not (may_recompute and now is Phase.IDLE):
             return "backward"
@@ -334,9 +319,8 @@ class Entrance:
 
     @contextmanager
     def call(self, phase: Phase) -> Iterator[None]:
-        """Return a context manager that runs its block as one call in `phase`. If the block raises, it cleans up as
-        `_end_failed` says. Then it raises the block's error. If this error follows from an earlier failure which the
-        user has not seen yet, it raises that failure instead (see `FailureLatch.surface`)."""
+        """Run the block as one call in `phase`. If the block raises, clean up as `_end_failed` says. Then raise the
+        block's error, or an earlier one that no call has raised yet."""
         try:
             self._phase.now = phase
             yield
@@ -359,14 +343,12 @@ class Entrance:
         self._before_step = self._counts.state(), self._overflow.state()
 
     def end_step(self) -> None:
-        """Discard the counts and the loss scale that `begin_step` has saved. Called when the step is complete or
-        skipped."""
+        """Discard what `begin_step` has saved: the step is complete or skipped."""
         self._before_step = None
 
     def recover(self) -> None:
-        """Drop an unfinished step. Each call begins with this. A step is unfinished if an interrupt ended an earlier
-        call, or if a forward or `loss.backward()` that the user called without the engine has raised. Raises ModelError
-        in a forked child process, which has none of the engine's threads."""
+        """Drop an unfinished step. An interrupt leaves one, and so does a failed forward or `loss.backward()` past the
+        engine. Each call begins with this. Raises ModelError if a forked child process has to drop a step."""
         pager = self._pager
         is_backward = self._backward_has_failed()
         is_forward = bool(pager.frames) or (pager.direct is not None and not pager.runs_directly())
@@ -384,13 +366,8 @@ class Entrance:
     # -- a backward past the engine --------------------------------------------------------------------------------
 
     def notice_backward(self) -> None:
-        """Begin to follow a `loss.backward()` that the user has called. Called before a parameter is fetched and when a
-        gradient arrives. Does nothing in the engine's own backward, or if the backward is followed already. Raises
-        ModelError while another thread is inside the engine.
-
-        To follow a backward, pass autograd a callback. Autograd calls it when the backward ends, or drops it when an
-        exception ends the backward. Inner backwards of reentrant checkpoints belong to the backward that is
-        followed."""
+        """Begin to follow a `loss.backward()` of the user. Called before a parameter is fetched and when a gradient
+        arrives. Raises ModelError while another thread is inside the engine."""
         phase, driver, task = self._phase, self._pager.driver, torch._C._current_graph_task_id()
         if task == -1:
             if phase.has_own_backward and driver.other() is None:
@@ -401,19 +378,18 @@ class Entrance:
             return
         driver.check(BACKWARD)
         if phase.now is Phase.BACKWARD or (self._ending is not None and self._ending() is not None):
-            phase.task = task
+            phase.task = task  # the engine's own backward, or an inner one of a reentrant checkpoint
             return
         driver.begin_backward()
         phase.task = task
         phase.has_own_backward = phase.pass_name == "idle"
-        end = partial(self._end_backward)  # a new object, which nothing but autograd keeps
+        end = partial(self._end_backward)  # only autograd keeps it, until it calls it or an exception ends the backward
         self._ending = weakref.ref(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
         self._arrivals.begin_own_backward()
 
     def _end_backward(self) -> None:
-        """End the backward that is followed: release its units, and finish the transfers of its gradients. Autograd
-        calls this on the thread that waits for the backward."""
+        """End the backward that is followed: release its units, and finish the transfers of its gradients."""
         self._pager.end_pass()
         self._arrivals.end_own_backward()
         self._movers.gradients.show()
@@ -425,8 +401,8 @@ class Entrance:
         self._pager.driver.end_backward()
 
     def _backward_has_failed(self) -> bool:
-        """Return whether an exception has ended the `loss.backward()` that was followed last. Called between calls of
-        the engine."""
+        """Return whether an exception has ended the `loss.backward()` followed last. Call it between calls of the
+        engine."""
         if self._ending is None or self._ending() is None:
             return self._ending is not None
         return torch._C._current_graph_task_id() == -1 and self._pager.driver.other() is None
@@ -434,9 +410,8 @@ class Entrance:
     # -- failures --------------------------------------------------------------------------------------------------
 
     def _end_failed(self, error: BaseException) -> None:
-        """Clean up after a call that `error` has ended. After a forward: release the units in use and keep the
-        gradients. After any other call, or an interrupt: drop the step. If the update has begun: also latch the
-        engine."""
+        """Drop the step after `error` has ended a call. Latch the engine if the update has begun. If an Exception has
+        ended a forward, keep the gradients."""
         if self._phase.now is Phase.FORWARD and isinstance(error, Exception):
             self.abort(keeps_gradients=True)
             return
@@ -445,8 +420,7 @@ class Entrance:
         self.drop()
 
     def drop(self) -> None:
-        """Drop the step after a failed call. Errors of transfers are ignored, because the caller raises the call's own
-        error. If any other error ends the drop, latch the engine."""
+        """Drop the step after a failed call, and ignore errors of transfers. Any other error latches the engine."""
         try:
             self.abort()
         except TieredZeroError:
@@ -458,11 +432,8 @@ class Entrance:
             raise
 
     def abort(self, *, keeps_gradients: bool = False) -> None:
-        """Drop the step: wait for transfers, evict units, drop gradients, in this order. Raises the error of a
-        gradient's transfer.
-
-        `keeps_gradients`: used after a forward that raised. Only end the uses of units, without waiting for fetches.
-        Gradients of earlier micro-batches are kept."""
+        """Drop the step: wait for transfers, evict units, drop gradients. Raises the error of a gradient's transfer.
+        `keeps_gradients`: only end the uses of units, after a failed forward."""
         movers = self._movers
         self._phase.has_own_backward = False
         if not keeps_gradients:
@@ -492,8 +463,8 @@ class Entrance:
             movers.pager.driver.was_broken_off = False
 
     def drop_gradients(self, are_taken: bool = False) -> None:
-        """Drop the step's gradients. If the update has taken them (`are_taken`), drop only what hooks of the optimizer
-        have assigned to `param.grad` since then."""
+        """Drop the step's gradients. `are_taken`: the update has taken them; drop what hooks have assigned since
+        then."""
         gradients = self._movers.gradients
         self._arrivals.reset()
         gradients.hide()
@@ -511,21 +482,20 @@ class Entrance:
             self._movers.policy.latch(why)
 
     def latch_ranks(self, what: str, error: BaseException) -> None:
-        """With many ranks, latch the engine after a call that raised on this rank: the other ranks have gone on to
-        other collectives. `what`: the name of the call. `error`: the exception that it raised."""
+        """With many ranks, latch the engine after the call `what` has raised `error` on this rank: the other ranks are
+        in other collectives."""
         if self._ranks.world_size > 1 and self._movers.policy.failures.error is None:
             self.latch(f"{what} raised {type(error).__name__}, which ends the run on all ranks")
             self._movers.drain()
 
     def fail_ranks(self, error: BaseException | None) -> None:
-        """End the run on all ranks. Called when a forward or `loss.backward()` that the user called without the engine
-        has failed on this rank: the other ranks would wait in a collective that this rank never calls. Do nothing if
-        such calls run no collectives in this run. `error`: the exception that ended the call; None if the program has
-        caught it, so that it is not known."""
+        """End the run on all ranks, after a forward or `loss.backward()` past the engine has failed on this one. Do
+        nothing if such calls run no collectives. `error`: None if the program has caught it."""
         name, reducer = self._phase.now.value, self._movers.reducer
         if reducer is None or not (reducer.shards_params or reducer.is_open):
             return
         text = _CAUGHT if error is None else f"{type(error).__name__}: {error}"
+        # the other ranks would wait in a collective that this rank never calls
         self._ranks.fail(f"its {name} past the engine was ended by {text}")
         if self._movers.policy.failures.error is None:
             self.latch(f"a {name} past the engine was ended by {text}, which ends the run on all ranks")

@@ -1,9 +1,9 @@
 """Read and set fp32 masters, gradients and optimizer state, one parameter at a time, on any tier.
 
-Masters and gradients are returned as fp32 copies on the CPU in the parameter's shape; state has the dtype and shape of
-torch's optimizer. A read returns None if no open engine trains the parameter, or if it has no such value yet. Each call
-runs between steps, on the driver thread, and blocks; it moves whole sub-groups. If masters and state are sharded, every
-rank makes each call."""
+Values are copies on the CPU. A read returns None if no open engine trains the parameter, or if it has no such value
+yet. Call these functions between steps, on the driver thread. If masters and state are sharded, every rank calls
+them.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def get_master(param: nn.Parameter) -> torch.Tensor | None:
 @hold_interrupts()
 def set_master(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set the fp32 master to `value`, and the parameter to `value` rounded to its dtype. Raises ModelError if the
-    parameter is not trained, or if the shape is another one."""
+    parameter is not trained or has another shape."""
     step = _expected_step(param)
     (unit, entry), view = _place(step, param), step.policy.view
 
@@ -93,8 +93,8 @@ def _read_masters(step: TrainStep, unit: Unit) -> torch.Tensor:
 
 @hold_interrupts()
 def get_state(param: nn.Parameter, name: str) -> torch.Tensor | None:
-    """Return a copy, on the CPU, of a state tensor. `name`: its name in torch's optimizer, such as "exp_avg". Return
-    None before the first step."""
+    """Return a copy of a state tensor; None before the first step. `name`: as in torch's optimizer, such as
+    "exp_avg"."""
     if (step := _step_of(param)) is None:
         return None
     (_, entry), view = _place(step, param), step.policy.view
@@ -110,8 +110,7 @@ def get_state(param: nn.Parameter, name: str) -> torch.Tensor | None:
 
 @hold_interrupts()
 def set_state(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
-    """Set the state tensor `name` to `value`, rounded to the format in which the tier stores it. Raises ModelError
-    before the first step."""
+    """Set the state tensor `name` to `value`, rounded to its stored format. Raises ModelError before the first step."""
     step = _expected_step(param)
     (_, entry), view = _place(step, param), step.policy.view
 
@@ -133,8 +132,7 @@ def set_state(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
 
 
 def _check_state(param: ParamSpec, values: Mapping[str, Any], name: str, value: torch.Tensor) -> None:
-    """Raise ModelError if `values`, the state of `param`, has no tensor called `name`, or one with another shape than
-    `value`."""
+    """Raise ModelError if `values`, the state of `param`, has no tensor `name` of `value`'s shape."""
     if not values:
         raise ModelError(f"{param.name} has no optimizer state before its first step. Set it after that.")
     tensors = {own: held for own, held in values.items() if isinstance(held, torch.Tensor) and own != "step"}
@@ -146,8 +144,8 @@ def _check_state(param: ParamSpec, values: Mapping[str, Any], name: str, value: 
 
 
 def get_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return a copy of `param.grad` on the CPU in fp32, between backward and step(); None without a gradient. Raises
-    ModelError where `param.grad` cannot be read: with many ranks, or if updates begin in backward."""
+    """Return a fp32 copy of `param.grad` on the CPU; None without a gradient. Raises ModelError with many ranks, or if
+    updates begin in backward."""
     grad = param.grad
     return None if grad is None else grad.detach().to("cpu", torch.float32, copy=True)
 

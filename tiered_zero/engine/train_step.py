@@ -33,11 +33,10 @@ NO_OPTIMIZER = (
 
 
 class TrainStep:
-    """Orders the events of one engine's steps. It holds no reference to the engine.
+    """Orders the events of one engine's steps, and holds no reference to the engine.
 
-    Module hooks, parameters and the engine call its methods, on the driver thread (the one that calls the engine), or
-    on autograd's thread while the driver waits in backward. It calls the movers: pager (of parameters), gradients,
-    update policy. They know neither these callers nor each other.
+    Module hooks, parameters and the engine call it, on the driver thread, or on autograd's thread while the driver
+    waits in backward.
     """
 
     def __init__(
@@ -79,8 +78,8 @@ class TrainStep:
     def pre_forward(
         self, units: Sequence[Unit], module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        """Fetch `units`, the units that the module uses, before its forward. If the user calls the module directly,
-        without the engine, also begin a forward pass. `args`, `kwargs`: the arguments of the forward."""
+        """Fetch the `units` that `module` uses, before its forward. If the user calls the module directly, also begin a
+        forward pass."""
         is_root = module is self.parameters.model
         if is_root and self.pager.direct is not None:  # the root never runs inside itself: that call was interrupted
             self.pager.driver.check("A module's forward")
@@ -108,9 +107,8 @@ class TrainStep:
 
     @runs_outside_modes
     def post_forward(self, *_: Any) -> None:
-        """Release the units that the module used, after its forward. After a direct call (without the engine), also end
-        the forward pass. Do nothing if `pre_forward` has refused the call, for example on a second thread: torch calls
-        this hook also then."""
+        """Release the units that the module used, after its forward. After a direct call, also end the forward pass."""
+        # torch calls this hook also if `pre_forward` has refused the call: then exit_frame() is False
         if self.pager.exit_frame() and self.pager.direct is not None and not self.pager.frames:
             self.pager.end_direct()
             error = sys.exc_info()[1]
@@ -121,8 +119,7 @@ class TrainStep:
 
     @runs_outside_modes
     def grad_ready(self, param: nn.Parameter) -> None:
-        """Move `param.grad`, the sum over all uses of the parameter in this backward, to the tier of the gradients.
-        Called on autograd's thread."""
+        """Move `param.grad`, complete for this backward, to the tier of the gradients. Called on autograd's thread."""
         if not self._trains:
             param.grad = None
             raise ModelError(NO_OPTIMIZER)
@@ -135,16 +132,14 @@ class TrainStep:
         self.arrivals.take(param)
 
     def unit_grads_complete(self, unit: Unit) -> None:
-        """Release a unit after its last gradient of this backward has arrived. Begin its update if updates begin in
-        backward."""
+        """Release a unit after its last gradient of this backward. Begin its update if updates begin in backward."""
         self.pager.finish_gradients(unit)
         self.policy.unit_ready(unit)
 
     # -- events of parameters, past the engine's calls -----------------------------------------------------------------
 
     def before_weights_read(self) -> None:
-        """Wait for every update, and make a delayed update visible. Called before `gathered`, a state_dict or a copy
-        reads weights."""
+        """Make every update visible, before `gathered`, a state_dict or a copy reads weights."""
         self.pager.driver.process.check()
         if not self.pager.is_running() and self.phase.now is Phase.IDLE:
             self.entrance.recover()
@@ -152,32 +147,28 @@ class TrainStep:
         self.runtime.accelerator.check_compute()
 
     def before_weights_write(self) -> None:
-        """Wait for every update, and drop prefetched state. Called before user code or a load changes weights or
-        state."""
+        """Wait for every update and drop prefetched state, before user code or a load changes weights or state."""
         self.policy.finish(before_write=True)
 
     def latch(self, why: str) -> None:
-        """Make every later call raise EngineFailedError with the reason `why`. Called if writing changed weights has
-        failed half way."""
+        """Make every later call raise EngineFailedError with the reason `why`."""
         self.entrance.latch(why)
 
     def pre_state_dict(self, module: nn.Module, *, checks: bool) -> None:
-        """Prepare for a module's state_dict: make every update visible. From now until the state_dict ends, the copy of
-        each parameter is kept, so that a parameter with several names is copied once. `checks`: whether to refuse a
-        model with replaced parameters."""
+        """Make every update visible, and keep copies of parameters until the state_dict ends. `checks`: refuse a model
+        with replaced parameters."""
         if checks:
             self.parameters.check()
         self.pager.num_uses += 1
-        self.pager.copies.start(self.before_weights_read, module.parameters())
+        self.pager.copies.start(self.before_weights_read, module.parameters())  # one copy for all names of a parameter
 
     def notice_backward(self) -> None:
-        """Begin to follow a `loss.backward()` of the user, so that its end and its failure are seen. Called before that
-        backward fetches a parameter."""
+        """Begin to follow a `loss.backward()` of the user, before it fetches a parameter."""
         self.entrance.notice_backward()
 
     def before_use(self, unit: Unit, pass_name: str) -> None:
-        """Record that a forward or backward (`pass_name`) is about to gather `unit`. In backward, also reduce the
-        gradients of units that backward no longer needs. See [Note: Places of reductions]."""
+        """Record that a forward or backward (`pass_name`) is about to gather `unit`. In backward, also reduce
+        gradients: see [Note: Places of reductions]."""
         if self._reducer is None:
             return
         if pass_name == "backward":
@@ -188,15 +179,14 @@ class TrainStep:
     # -- the engine's calls --------------------------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """Drop a step that a failed or interrupted call has left unfinished. The call may be the engine's, or a forward
-        or `loss.backward()` that the user called without the engine."""
+        """Drop a step that a failed or interrupted call has left unfinished."""
         if not self.is_closed:
             self.entrance.recover()
 
     def check(self, trains: bool = False) -> None:
-        """Drop an unfinished step, then check that a call may begin. `trains`: whether the call is part of training.
-        Raises EngineFailedError once an update has failed. Raises ModelError if the engine is closed, if a call that
-        trains has no optimizer, or if param groups hold other parameters than when the run started."""
+        """Drop an unfinished step, then check that a call may begin. `trains`: the call is part of training. Raises
+        EngineFailedError after a failed update. Raises ModelError if the engine is closed, and for training if it has
+        no optimizer or if other parameters are in its param groups."""
         if self.is_closed:
             raise ModelError("This engine is closed; its tiers are gone. Make another with tiered_zero.initialize().")
         self.entrance.recover()
@@ -212,9 +202,8 @@ class TrainStep:
             raise ModelError(NO_OPTIMIZER)
 
     def check_between_steps(self, act: str) -> None:
-        """Raise ModelError if there are gradients that no step() has used, or if parameters were replaced. Called for
-        checkpoints, which hold the state between two steps. `act`: the first words of the error message, such as "A
-        checkpoint is saved"."""
+        """Raise ModelError if gradients wait for a step(), or if parameters were replaced. `act`: the error's first
+        words, such as "A checkpoint is saved"."""
         self.check()
         self._groups.take_reset()
         self.parameters.check()
@@ -280,8 +269,8 @@ class TrainStep:
             self.counts.end_backward(self.pager.num_uses)
 
     def end_hold(self) -> None:
-        """Stop holding back KeyboardInterrupt, and raise one that was held back. Do nothing while an update that
-        began in backward waits for its step()."""
+        """Stop holding back KeyboardInterrupt, and raise one that was held back. Do nothing if an update begun in
+        backward waits for its step()."""
         if self.is_closed or not self.policy.is_open:
             self.holds_interrupts = False
             self._hold.close()
@@ -293,13 +282,9 @@ class TrainStep:
         return scaled if self.overflow.scaler is None else scaled.float() * self.overflow.loss_scale
 
     def step(self, optimizer: TieredOptimizer, lr_scheduler: Any, by_optimizer: bool = False) -> bool:
-        """Count a micro-batch, and return whether it was the last of an accumulation (a boundary). At a boundary, in
-        this order: check gradients, adapt the loss scale, update, step the scheduler, and make the report.
-
-        `by_optimizer`: whether `optimizer.step()` calls this. `optimizer`: its hooks run around the update. Optimizer
-        and scheduler are arguments, not attributes: modules refer to this object, so attributes would keep them, and
-        the engine, alive.
-        """
+        """Count a micro-batch, and return whether it was the last of an accumulation (a boundary). At a boundary, check
+        gradients, update, step the scheduler and make the report. `by_optimizer`: `optimizer.step()` calls this."""
+        # Optimizer and scheduler are arguments: modules refer to this object, and attributes would keep the engine alive
         self.check(trains=True)
         if by_optimizer:
             if self._creates_state(optimizer):
@@ -332,16 +317,13 @@ class TrainStep:
         return boundary
 
     def _creates_state(self, optimizer: TieredOptimizer) -> bool:
-        """Create optimizer state and return True, if torch.distributed.checkpoint calls this `optimizer.step()` only to
-        have state created. Otherwise return False.
-
-        Such a call is recognized: there is no state, no backward has run, and every lr and every assigned gradient is
-        0. The state equals that of a plain optimizer after the same step. The step hooks run, but the engine counts no
-        step."""
+        """Create optimizer state, if torch.distributed.checkpoint calls this `optimizer.step()` for that alone. Return
+        whether it was created. The engine counts no step."""
         counts = self.counts
         if counts.num_backwards or self.arrivals.num_own_backwards or counts.is_accumulating or optimizer.state:
             return False
         found = self.gradients.assigned()
+        # such a call is recognized by zeros: every lr and every assigned gradient
         if not creates_state(optimizer.param_groups, found.values()):
             return False
         with self.failures.surfacing():
@@ -373,8 +355,8 @@ class TrainStep:
 
     @contextmanager
     def _pass(self, phase: Phase) -> Iterator[None]:
-        """A context manager that runs its block as a forward or backward (`phase`). Inside the block `param.grad` is
-        autograd's own attribute; before and after it, `param.grad` reads and assigns the gradient at its home."""
+        """Run the block as a forward or backward (`phase`). Inside it, `param.grad` is autograd's own attribute;
+        outside, `param.grad` reads and assigns the gradient at its home."""
         with self.entrance.call(phase):
             self.gradients.hide()
             with self.runtime.recorder.span("compute", phase.value):
@@ -386,7 +368,7 @@ class TrainStep:
     def zero_grad_drops(self) -> bool:
         """Whether `zero_grad` drops gradients. It does not right after a `step()` that only counted a micro-batch, or
         if updates from the gradients have begun."""
-        counts = self.counts
+        counts = self.counts  # loops call zero_grad() after every step(), also within an accumulation
         has_own = counts.num_backwards > 0 or self.arrivals.num_own_backwards > 0 or not counts.is_accumulating
         return has_own and not self.policy.is_open
 
@@ -440,10 +422,10 @@ class TrainStep:
         self.entrance.end_step()
 
     def _check_gradients(self, by_optimizer: bool) -> GradCheck:
-        """Compute the gradient check: the norm, the clip factor, and whether gradients are finite. With many ranks,
-        first average the gradients over ranks. `by_optimizer`: whether `optimizer.step()` was called. Gradients are
-        then clipped only if the config sets gradient_clipping."""
+        """Return the norm, clip factor and finiteness of the gradients, averaged over ranks. `by_optimizer`: clip only
+        if the config sets gradient_clipping."""
         loss_scale, counts = self.overflow.loss_scale, self.counts
+        # a loop that calls optimizer.step() may clip gradients itself
         clipping = self._clipping if not by_optimizer or self._is_clipping_asked else 0.0
         if self._reducer is None:
             device = self.runtime.accelerator.device

@@ -1,10 +1,10 @@
 """Cut the gradients of units into buckets. Ranks reduce each bucket in one collective.
 
-[Note: Order of sums over ranks] A bucket has one row for each rank. The row holds elements of that rank's shards, and
-the rank gets their sums. Every rank adds the rows that it receives in rank order, element by element. So sums do not
-depend on how units and buckets are cut, and fp32 averages equal those of a loop that adds the ranks' gradients one
-after another. If whole gradients are kept, micro-batches are summed before the reduction; if each rank keeps shards,
-after it. A 16-bit bucket is summed in fp32 if one of its units has gradients of several backwards."""
+[Note: Order of sums over ranks] A bucket has one row for each rank, with elements of that rank's shards. The rank adds
+the rows that it receives in rank order. So sums do not depend on how units and buckets are cut, and fp32 averages equal
+those of a loop over the ranks. If ranks keep whole gradients, micro-batches are summed before the reduction; if they
+keep shards, after it. A 16-bit bucket is summed in fp32 if one of its units has gradients of several backwards.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from itertools import accumulate, pairwise
 from tiered_zero.layout.flat import Unit
 
 SHARED_NUMEL = 1 << 18
-"""Units share a bucket until the bucket has this many elements, 1 MiB of fp32. The time of a smaller bucket's
-collective is mostly the latency of messages; a larger bucket would keep the gradients of many units waiting."""
+"""Units share a bucket until it has this many elements, 1 MiB of fp32. Smaller collectives are bound by latency; a
+larger bucket would keep the gradients of many units waiting."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BucketPart:
-    """The elements of one unit in a bucket. `spans`: for each rank, the range of the unit's flat that is in the bucket
-    and belongs to the rank. `starts`: for each rank, the offset of this range in the bucket. `is_first`, `is_last`:
-    this is the unit's first or last part in all buckets."""
+    """The elements of one unit in a bucket. `spans`: for each rank, the range of the unit's flat. `starts`: for each
+    rank, the offset in the bucket. `is_first`, `is_last`: this is the unit's first or last part in all buckets."""
 
     unit: Unit
     spans: tuple[range, ...]
@@ -35,8 +34,8 @@ class BucketPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """The gradients of parts of units, in one dtype, as one 1-D array. `bounds`: W+1 offsets for W ranks; rank r's row
-    lies from `bounds[r]` to `bounds[r + 1]`."""
+    """The gradients of parts of units, in one dtype, as one 1-D array. Rank r's row lies from `bounds[r]` to `bounds[r
+    + 1]`."""
 
     parts: tuple[BucketPart, ...]
     bounds: tuple[int, ...]
@@ -54,18 +53,16 @@ class Bucket:
         return frozenset(part.unit.index for part in self.parts)
 
     def nbytes(self, itemsize: int) -> int:
-        """Return the bytes of the bucket and of the buffer behind it, which receives rows from other ranks. The buffer
-        has room for the rows of all other ranks if these have at most SHARED_NUMEL elements. Otherwise it has room for
-        SHARED_NUMEL elements or for one row, whichever is more. `itemsize`: the bytes of an element."""
+        """Return the bytes of the bucket and of the buffer behind it, which receives other ranks' rows."""
         row_numel = max(stop - start for start, stop in pairwise(self.bounds))
         num_others = len(self.bounds) - 2
+        # the rows of all others up to SHARED_NUMEL elements, and at least one row
         room_numel = max(num_others, row_numel, min(num_others * row_numel, SHARED_NUMEL))
         return (self.numel + room_numel) * itemsize
 
 
 def cut_buckets(units: Sequence[Unit], world_size: int, bucket_numel: int) -> list[Bucket]:
-    """Cut trainable units into buckets of at most about `bucket_numel` elements. `units`: in the order of a forward.
-    The first bucket starts with the last unit, because backward completes that unit first."""
+    """Cut trainable `units`, in the order of a forward, into buckets of at most about `bucket_numel` elements."""
     row_numel = max(1, bucket_numel // world_size)
     shared_numel = min(row_numel, max(1, SHARED_NUMEL // world_size))
     buckets: list[Bucket] = []
@@ -79,7 +76,7 @@ def cut_buckets(units: Sequence[Unit], world_size: int, bucket_numel: int) -> li
         columns.clear()
         filled = 0
 
-    for unit in reversed(units):
+    for unit in reversed(units):  # backward completes the last unit first
         if columns and columns[-1][0].dtype != unit.dtype:
             close()
         shard_numel = max(len(unit.shard(rank)) for rank in range(world_size))
@@ -96,9 +93,7 @@ def cut_buckets(units: Sequence[Unit], world_size: int, bucket_numel: int) -> li
 
 
 def _bucket(columns: Sequence[tuple[Unit, range, bool]], world_size: int) -> Bucket:
-    """Build a bucket. `columns`: for each part (unit, elements, is last). Each rank's shard of the unit gives these
-    elements to the part; they are counted from the start of the shard. The last part of a unit ends where its largest
-    shard ends."""
+    """Build a bucket. `columns`: for each part (unit, range of elements of each rank's shard, is last)."""
     ranks = range(world_size)
     spans = [[unit.shard(rank)[part.start : part.stop] for rank in ranks] for unit, part, _ in columns]
     bounds = tuple(accumulate((sum(len(own[rank]) for own in spans) for rank in ranks), initial=0))

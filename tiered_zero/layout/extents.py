@@ -1,5 +1,4 @@
-"""Allocate extents (ranges of bytes) of a swap store, and divide a store's bytes over several files. Pure
-arithmetic."""
+"""Allocate extents (ranges of bytes) of a swap store, and divide a store's bytes over several files."""
 
 from __future__ import annotations
 
@@ -19,9 +18,7 @@ STRIPES_PER_CYCLE = 64
 
 @final
 class ExtentMap:
-    """Allocates disjoint page-aligned extents (ranges of bytes) of `[0, capacity_nbytes)`, and joins freed neighbours.
-    Not locked. An allocation takes the lowest free range that fits, so consecutive allocations are adjacent and in
-    order."""
+    """Allocates disjoint page-aligned extents of `[0, capacity_nbytes)`, at the lowest offset that fits. Not locked."""
 
     def __init__(self, capacity_nbytes: int) -> None:
         self.capacity_nbytes = align_up(capacity_nbytes, PAGE_NBYTES)
@@ -81,8 +78,8 @@ class ExtentMap:
 
 
 def stripe_cycle(weights: Sequence[float]) -> list[int]:
-    """Return the file index of each stripe (STRIPE_NBYTES of the store) in one cycle of STRIPES_PER_CYCLE stripes;
-    further stripes repeat the cycle. File i gets stripes in proportion to weights[i], evenly spread."""
+    """Return the file index of each stripe in one cycle, which repeats. File i gets stripes in proportion to
+    weights[i], evenly spread."""
     credit = [0.0] * len(weights)
     cycle = []
     for _ in range(STRIPES_PER_CYCLE):
@@ -94,8 +91,7 @@ def stripe_cycle(weights: Sequence[float]) -> list[int]:
 
 
 def file_nbytes(capacity_nbytes: int, weights: Sequence[float]) -> list[int]:
-    """Return the size of each file of a store in bytes; the sizes add up to exactly the capacity. `weights`: see
-    `stripe_cycle`."""
+    """Return the bytes of each file of a store; their sum is the capacity. `weights`: see `stripe_cycle`."""
     if len(weights) == 1:
         return [capacity_nbytes]
     cycle = stripe_cycle(weights)

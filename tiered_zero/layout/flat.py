@@ -1,5 +1,4 @@
-"""Find the units of a module tree, by default one per transformer block, and lay out each unit's flat (its parameters
-as one 1-D tensor): the place of each parameter, and the range that each rank owns."""
+"""Find the units of a module tree, by default one per transformer block, and lay out each unit's flat."""
 
 from __future__ import annotations
 
@@ -13,15 +12,14 @@ from typing import Any, TypeVar, cast
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 
 PARAM_ALIGNMENT_NBYTES = 512
-"""Alignment of each parameter in its flat. torch's device allocators align tensors in the same way, and this matters:
-GEMM libraries choose kernels by the alignment of operands, and another kernel may add in another order."""
+"""Alignment of each parameter in its flat, that of torch's device allocators. GEMM libraries choose kernels by the
+alignment of operands, and another kernel may add in another order."""
 
 PACKED_ALIGNMENT_NBYTES = 128
 """Alignment of each of the model's buffers when they are packed for a checkpoint; nothing computes on them there."""
 
 CUT_NUMEL = PAGE_NBYTES // 2
-"""Shards and sub-groups end at multiples of this many elements. This makes whole pages in any dtype, and tiers write
-whole pages."""
+"""Shards and sub-groups end at multiples of this many elements: whole pages in any dtype, as tiers write them."""
 
 Memory = TypeVar("Memory")
 """A 1-D, contiguous tensor; this package does not import torch."""
@@ -29,12 +27,12 @@ Memory = TypeVar("Memory")
 
 @dataclass(frozen=True, kw_only=True)
 class ParamSpec:
-    """One parameter; tied weights, which have several names, are one parameter.
+    """One parameter; tied weights are one parameter.
 
-    `name`: its first fully qualified name. `aliases`: its other names. `dtype`: its dtype on the device. `index`: its
-    place in `model.parameters()`. `embedding`: whether it is the table of an nn.Embedding, possibly tied to an output
-    head. `stride`: the strides of its elements in memory, which are dense; None: row-major. `owner`: the class of the
-    module that holds it."""
+    `name`: its first fully qualified name. `dtype`: on the device. `index`: its place in `model.parameters()`.
+    `aliases`: its other names. `embedding`: it is the table of an nn.Embedding. `stride`: None for row-major. `owner`:
+    the class of its module.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -67,8 +65,8 @@ class ParamSpec:
         return cast("Memory", tensor.as_strided(self.shape, self.stride, tensor.storage_offset()))
 
     def flatten(self, value: Memory) -> Memory:
-        """Return the elements of `value`, which has the parameter's shape, as [numel] in the parameter's memory order.
-        The result is a view if `value` has the parameter's strides."""
+        """Return the elements of `value` as [numel], in the parameter's memory order: a view if `value` has its
+        strides."""
         tensor: Any = value
         if self.stride is None:
             return cast("Memory", tensor.contiguous().view(-1))
@@ -91,12 +89,12 @@ class FlatEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """Parameters that move together, laid out as one 1-D tensor, the flat. All have one dtype; all are trainable or all
-    are frozen; all are persistent (never leave the device) or none is.
+    """Parameters that move together, as one 1-D tensor, the flat. They agree in `dtype`, `trainable` and `persistent`
+    (never leave the device).
 
-    `module`: the qualified name of the module whose forward uses the unit ("" is the root). `bounds`: W+1 offsets for W
-    ranks; rank r owns the elements from `bounds[r]` to `bounds[r + 1]` of the flat. Padding between entries and after
-    the last one is zero."""
+    `module`: the name of the module whose forward uses the unit; "" is the root. `bounds`: rank r owns elements
+    `bounds[r]` to `bounds[r + 1]` of the flat. Padding is zero.
+    """
 
     index: int
     name: str
@@ -145,9 +143,9 @@ def place_params(params: Sequence[ParamSpec]) -> tuple[FlatEntry, ...]:
 
 
 def equal_bounds(stop: int, itemsize: int, world_size: int = 1) -> tuple[int, ...]:
-    """Cut a flat into equal shards, and return their bounds (see `Unit`). A shard is whole pages, in the flat's dtype
-    and in any dtype of at least 2 bytes. `stop`: the element at which the last parameter ends. `itemsize`: the bytes of
-    an element."""
+    """Cut a flat into equal shards of whole pages, and return their bounds (see `Unit`). `stop`: the element at which
+    the last parameter ends."""
+    # whole pages in the flat's dtype, and in any dtype of at least 2 bytes
     shard = align_up(-(-stop // world_size), max(CUT_NUMEL, PAGE_NBYTES // itemsize))
     return tuple(rank * shard for rank in range(world_size + 1))
 
@@ -155,11 +153,8 @@ def equal_bounds(stop: int, itemsize: int, world_size: int = 1) -> tuple[int, ..
 def place_by_rank(
     params: Sequence[ParamSpec], itemsize: int, world_size: int
 ) -> tuple[tuple[FlatEntry, ...], tuple[int, ...]]:
-    """Place parameters one after another, and cut shards between parameters, for rules that step whole parameters. Each
-    rank gets about as many elements as the others. If there are more ranks than parameters, some ranks get none.
-
-    Returns the entries and the bounds (see `Unit`); shards are whole pages, as in `equal_bounds`. `itemsize`: the bytes
-    of an element."""
+    """Place parameters one after another, and cut shards of whole pages between them. Ranks get about equal numbers of
+    elements; with more ranks than parameters some get none. Returns the entries and the bounds (see `Unit`)."""
     page = max(CUT_NUMEL, PAGE_NBYTES // itemsize)
     total = max(1, sum(param.numel for param in params))
     entries: list[FlatEntry] = []
@@ -183,19 +178,17 @@ MAX_UNIT_NUMEL = 1 << 28
 
 SMALL_NUMEL = 1 << 20
 """Small parts of a block are joined up to this many elements, and up to a 64th of the model. A separate unit costs
-calls that take as long as a copy of 2 MiB (this many elements in 16 bits) over PCIe."""
+calls as long as a copy of 2 MiB over PCIe."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitRules:
     """How to cut a model into units.
 
-    `size_cap_numel`: the most elements of a unit; None: `find_units` chooses (at least four units if possible, at most
-    2^28 elements, a compiled block whole). `persistence_numel`: parameters, trainable or frozen, with at most this many
-    elements never leave the device, up to `max_persistent_numel` elements in total. `world_size`: with several ranks a
-    block that contains stacks, such as lists of experts, is not split: ranks may choose different experts, and must
-    gather the same units in the same order. `whole_params`: each rank owns whole parameters, because the update rule
-    steps whole parameters."""
+    `size_cap_numel`: the most elements of a unit; None: `find_units` chooses. `persistence_numel`: parameters of at
+    most this many elements never leave the device, up to `max_persistent_numel` elements in total. `whole_params`: each
+    rank owns whole parameters.
+    """
 
     size_cap_numel: int | None = None
     persistence_numel: int = 0
@@ -206,11 +199,12 @@ class UnitRules:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleSpec:
-    """One module of a tree. `params`: the indices, in the list of ParamSpecs, of the module's own parameters.
+    """One module of a tree.
 
-    `is_stack`: it holds blocks, or experts, that run one by one. `is_list`: it is a stack with numbered children, no
-    ModuleDict. `runs`: it has a forward. ModuleList and ModuleDict have none: the model may run only some of their
-    children. `is_compiled`: torch.compile compiles it, and makes one graph of it unless it is cut."""
+    `params`: the indices of its own parameters in the list of ParamSpecs. `is_stack`: it holds blocks, or experts, that
+    run one by one. `is_list`: it is a stack with numbered children. `runs`: it has a forward. `is_compiled`:
+    torch.compile makes one graph of it.
+    """
 
     name: str = ""
     params: tuple[int, ...] = ()
@@ -242,9 +236,8 @@ class _Kind:
 
 @dataclass(kw_only=True)
 class _Part:
-    """Parameters that become a unit, alone or joined with other parts. `module`: the name of the module whose forward
-    uses them. `block`: the name of the block that they belong to; small parts of one block and kind are joined. None:
-    this part is never joined."""
+    """Parameters that become a unit, alone or joined. `module`: the name of the module whose forward uses them.
+    `block`: small parts of the same block and kind are joined; None: never joined."""
 
     module: str
     block: str | None
@@ -257,15 +250,11 @@ class _Part:
 
 
 def find_units(root: ModuleSpec, specs: Sequence[ParamSpec], rules: UnitRules) -> list[Unit]:
-    """Cut the tree into groups, and each group into units by dtype, `requires_grad` and persistence. `specs`: all
-    parameters of the model.
-
-    The walk descends while a module holds a stack of blocks or is larger than the cap. A module at which it stops is a
-    group. If it descends into a module, the module's own parameters are a group. Small parts of one block are joined. A
-    tied parameter belongs to the first group that has it. Units are in the order of the walk, which is the order of use
-    in most models."""
+    """Cut the tree into units by modules, dtype, `requires_grad` and persistence. `specs`: all parameters of the model.
+    A tied parameter belongs to the first unit that has it. Units are in the order of the tree, which most models
+    follow."""
     total = sum(spec.numel for spec in specs)
-    cap = rules.size_cap_numel or min(MAX_UNIT_NUMEL, max(1, total // 4))
+    cap = rules.size_cap_numel or min(MAX_UNIT_NUMEL, max(1, total // 4))  # at least four units if possible
     parts = _join_small(_cut_parts(root, specs, cap, rules), min(SMALL_NUMEL, cap, total // 64))
     units: list[Unit] = []
     for part in parts:
@@ -317,13 +306,12 @@ def _cut_parts(root: ModuleSpec, specs: Sequence[ParamSpec], cap: int, rules: Un
 
 
 def _join_small(parts: Iterable[_Part], most_numel: int) -> list[_Part]:
-    """Join small parts of one block, with the same dtype and `requires_grad`, at the place of the first of them. Joined
-    parts have at most `most_numel` elements together. The limit exists because a part is fetched whole, even if only a
-    few of its bytes are used (experts that a batch does not choose)."""
+    """Join small parts of one block and kind, at the place of the first, up to `most_numel` elements together."""
     joined: list[_Part] = []
     open_parts: dict[tuple[str, _Kind], _Part] = {}
     for part in parts:
         first = None if part.block is None else open_parts.get((part.block, part.kind))
+        # the limit exists because a part is fetched whole, also for one expert that a batch chooses
         if first is not None and part.block is not None and first.numel + part.numel <= most_numel:
             first.module = part.block
             first.params += part.params
@@ -337,13 +325,11 @@ def _join_small(parts: Iterable[_Part], most_numel: int) -> list[_Part]:
 def _walk(
     module: ModuleSpec, specs: Sequence[ParamSpec], cap: int, rules: UnitRules, above: tuple[ModuleSpec, ...] = ()
 ) -> Iterator[tuple[str, tuple[int, ...], str | None]]:
-    """Yield (module name, its parameters, the block to which they belong) for each part that is not cut further.
-
-    With several ranks a block that holds experts or other stacks is not cut, because ranks may run different experts. A
-    stack that has a forward is cut all the same: it runs all of its children in order. `cap`: the most elements of a
-    unit. `above`: the modules around `module`, root first."""
+    """Yield (module name, its parameters, their block) for each part that is not cut further. `cap`: the most elements
+    of a unit. `above`: the modules around `module`, root first."""
     numel = sum(specs[index].numel for index in module.all_params)
     in_list = any(outer.is_list for outer in above)
+    # Ranks may run different experts, and must gather the same units. A stack with a forward runs all its children.
     is_whole = rules.world_size > 1 and in_list and module.holds_stack and not (module.is_stack and module.runs)
     fits = numel <= cap or (module.is_compiled and bool(above) and rules.size_cap_numel is None)
     if not module.children or is_whole or (fits and not module.holds_stack):
@@ -357,9 +343,8 @@ def _walk(
 
 
 def _block(above: Sequence[ModuleSpec]) -> str | None:
-    """Return the name of the innermost block in `above` that holds a stack (a list of blocks or experts), and is
-    therefore cut into smaller parts. Return None if there is none. `above`: modules, root first. A block is a module in
-    a numbered list, with a forward."""
+    """Return the name of the innermost block in `above` that holds a stack; None without one. `above`: modules, root
+    first."""
     blocks = [
         module.name
         for outer, module in pairwise(above)

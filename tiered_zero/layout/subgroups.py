@@ -11,47 +11,40 @@ from tiered_zero.layout.flat import CUT_NUMEL, FlatEntry, Memory, ParamSpec, Uni
 from tiered_zero.sizes import align_up
 
 AUTO_SUB_GROUP_NUMEL = 1 << 20
-"""Elements of a sub-group if the config leaves the size open: 12 MiB of fp32 Adam state. With many sub-groups in flight
-the disk is always busy, and the next forward waits for less at a time. With 48 MiB and three in flight a step took a
-tenth longer."""
+"""Elements of a sub-group if the config leaves the size open: 12 MiB of fp32 Adam state. With 48 MiB and three in
+flight a step took a tenth longer."""
 
 MAX_SUB_GROUP_NUMEL = 1 << 22
-"""A sub_group_size above this means the automatic size. Most configs have DeepSpeed's default, 1e9, which would make
-one sub-group of a small model, with nothing to transfer during its update."""
+"""A sub_group_size above this means the automatic size. Most configs have DeepSpeed's default, 1e9: one sub-group of a
+small model, with nothing to transfer during its update."""
 
 QUANTIZED_BLOCK_NUMEL = 32
-"""The number of elements in a block; the 8-bit moments of a block share one scale. In a sub-group every parameter
-starts at a block, in any dtype, and cuts fall between blocks."""
+"""Elements of a block, whose 8-bit moments share one scale. In a sub-group every parameter starts at a block, in any
+dtype."""
 
 
 SHARED_CORES_SUB_GROUP_NUMEL = 1 << 22
-"""Elements of a sub-group if the size is open, state rests in memory and the CPU computes too. Nothing is transferred,
-and each sub-group costs calls on the computing cores: for gpt2-124m 23 instead of 119 sub-groups saved 4% of a step's
-CPU time.
-"""
+"""Elements of a sub-group if the size is open, state rests in memory and the CPU computes too. Each sub-group costs
+calls: for gpt2-124m 23 in place of 119 saved 4% of a step's CPU time."""
 
 IN_PLACE_SUB_GROUP_NUMEL = 1 << 25
-"""The most elements of a sub-group if the size is open, state rests in memory and an accelerator computes. Nothing is
-transferred during the update, and each sub-group costs 0.2 to 0.6 ms between two kernel calls: 1.2 s a step for 7
-billion parameters at AUTO_SUB_GROUP_NUMEL. With clipping the next forward waits for the whole update. At 1 << 26 a unit
-of 202 million elements also waits for updates of the next unit."""
+"""The most elements of a sub-group if the size is open, state rests in memory and an accelerator computes. Each
+sub-group costs 0.2 to 0.6 ms between two kernel calls: 1.2 s a step for 7 billion parameters at
+AUTO_SUB_GROUP_NUMEL."""
 
 LEAST_SUB_GROUPS = 64
-"""The automatic size cuts a model in memory into at least about this many sub-groups. With fewer, a unit waits for the
-updates of others."""
+"""The automatic size cuts a model in memory into at least about this many sub-groups: a unit waits for fewer
+updates."""
 
 MAX_SUB_GROUPS = 1024
-"""The most sub-groups of a model below a billion elements: a smaller sub_group_size is raised, because each sub-group
-is a job in every step. DeepSpeed never cuts a parameter, so configs contain small sizes: a sub_group_size of 100 made
-84,000 sub-groups of 172 million elements."""
+"""The most sub-groups of a model below a billion elements: a smaller sub_group_size is raised. A sub_group_size of 100,
+harmless in DeepSpeed, made 84,000 sub-groups of 172 million elements."""
 
 
 def sub_group_numel(given: int, units: Iterable[Unit], *, in_memory: bool = False, shares_cores: bool = False) -> int:
-    """Return the number of elements at which sub-groups of `units` are cut.
-
-    `given`: zero_optimization.sub_group_size. A value up to MAX_SUB_GROUP_NUMEL is used. It is raised if there would be
-    more than MAX_SUB_GROUPS sub-groups. For a larger value the number is chosen here. `in_memory`: state rests in
-    memory, not on nvme. `shares_cores`: the CPU computes the model too, so updates share its cores."""
+    """Return the number of elements at which sub-groups of `units` are cut. `given`: zero_optimization.sub_group_size;
+    above MAX_SUB_GROUP_NUMEL the size is chosen here. `in_memory`: no state is on nvme. `shares_cores`: the CPU
+    computes too."""
     total = sum(unit.numel for unit in units if unit.trainable)
     if given <= MAX_SUB_GROUP_NUMEL:
         return max(given, align_up(min(AUTO_SUB_GROUP_NUMEL, total // MAX_SUB_GROUPS), CUT_NUMEL))
@@ -64,10 +57,8 @@ def sub_group_numel(given: int, units: Iterable[Unit], *, in_memory: bool = Fals
 
 @dataclass(frozen=True, kw_only=True)
 class ParamPiece:
-    """The part of one parameter in a sub-group.
-
-    `index`: its place among the sub-group's pieces. `start`: its first element in the sub-group. `param_start`: its
-    first element in the parameter. `group`: the index of the parameter's param group in the optimizer."""
+    """The part of one parameter in a sub-group. `index`: its place among the pieces. `start`: its first element in the
+    sub-group; `param_start`: in the parameter. `group`: index of the param group."""
 
     index: int
     param: ParamSpec
@@ -83,9 +74,8 @@ class ParamPiece:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """A range of one unit in a sub-group. `unit_start`: its first element in the unit's flat. `start`: its first
-    element in the sub-group. Elements outside all pieces are padding (zeros), or belong to parameters that no param
-    group holds."""
+    """A range of one unit in a sub-group. `unit_start`: its first element in the unit's flat; `start`: in the
+    sub-group. The optimizer does not step elements outside of all pieces."""
 
     unit: Unit
     unit_start: int
@@ -118,8 +108,7 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class SubGroup:
-    """Segments that the optimizer steps at once. `numel`: the number of elements, rounded up to whole pages
-    (CUT_NUMEL). `embedding`: whether it is a separate sub-group for embeddings (see `apart` in `cut_subgroups`)."""
+    """Segments that the optimizer steps at once. `embedding`: see `apart` in `cut_subgroups`."""
 
     index: int
     segments: tuple[Segment, ...]
@@ -149,14 +138,12 @@ def cut_subgroups(
     rank: int | None = 0,
 ) -> list[SubGroup]:
     """Cut `rank`'s shards of trainable units into sub-groups of at most `size_numel` elements, rounded up to whole
-    pages. If `rank` is None, cut whole units: every rank then has the whole state.
+    pages. `rank` None: cut whole units.
 
-    `group_of`: parameter name -> index of its param group. Units and parameters without a group are not stepped.
-    `elementwise`: whether the rule steps each element by itself. If it does, a sub-group may end inside a parameter. If
-    not, it ends between units, and a unit larger than the size is one sub-group.
-
-    `apart`: give embeddings sub-groups of their own. Such a sub-group may also hold other parameters: the rest of a
-    page, or, if cuts fall between units, the rest of a unit."""
+    `group_of`: parameter name -> index of its param group; other parameters are not stepped. `elementwise`: a sub-group
+    may end inside a parameter; else it ends between units, and a larger unit is one sub-group. `apart`: give embeddings
+    sub-groups of their own, with the rest of their page or unit.
+    """
     runs = (
         (unit, *run)
         for unit in units
@@ -172,12 +159,8 @@ def pack_params(
     params: Sequence[tuple[ParamSpec, int]], size_numel: int, *, elementwise: bool, first_index: int = 0
 ) -> list[SubGroup]:
     """Cut separately stored parameters into sub-groups of at most `size_numel` elements, rounded up to whole pages.
-    Each parameter is treated as a unit without padding. In a sub-group it starts at a multiple of
-    QUANTIZED_BLOCK_NUMEL.
-
-    `params`: the parameters with the indices of their param groups. `elementwise`: the rule steps each element by
-    itself. If it does not, parameters are not cut, and one with more than `size_numel` elements is a sub-group of its
-    own. `first_index`: the index of the first sub-group."""
+    `params`: each with the index of its param group. `elementwise`: a parameter may be cut; else one that is larger is
+    a sub-group. `first_index`: the index of the first sub-group."""
     runs = []
     for param, _ in params:
         unit = Unit(
@@ -203,9 +186,8 @@ def _cut(
     elementwise: bool,
     first_index: int = 0,
 ) -> list[SubGroup]:
-    """Place ranges of units one after another, each at a multiple of QUANTIZED_BLOCK_NUMEL, and cut them into
-    sub-groups. `runs`: (unit, start, stop, holds embeddings) of each range. Other arguments: see `cut_subgroups` and
-    `pack_params`."""
+    """Place ranges of units one after another, and cut them into sub-groups. `runs`: (unit, start, stop, holds
+    embeddings) of each range."""
     limit = max(CUT_NUMEL, align_up(size_numel, CUT_NUMEL))
     subgroups: list[SubGroup] = []
     segments: list[Segment] = []
@@ -238,9 +220,8 @@ def _cut(
 
 
 def _runs(unit: Unit, shard: range, group_of: Mapping[str, int], elementwise: bool) -> list[tuple[int, int, bool]]:
-    """Return the parts of a shard, with and without embeddings, as (start, stop, holds embeddings). They are cut at
-    page boundaries; if the rule is not `elementwise`, the whole shard is one part. `group_of`: parameter name -> index
-    of its param group; an embedding that it does not name is treated as any other parameter."""
+    """Cut a shard at page boundaries into parts (start, stop, holds embeddings); one part if not `elementwise`.
+    Embeddings that `group_of` does not name are treated as other parameters."""
     embeddings = [
         (max(entry.start, shard.start), min(entry.stop, shard.stop))
         for entry in unit.entries
