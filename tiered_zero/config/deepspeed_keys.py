@@ -1,8 +1,6 @@
 """Define what becomes of each config key (its fate) in one table, `table(Config)`, and report it for a given config.
 
-Honoured keys are the fields of the schema. All other keys of DeepSpeed 0.19 are listed here: renamed, accepted without
-effect (and why), or refused because ignoring them would change numbers. `reports` makes the rows of `tiered-zero
-explain`, `notices` makes the lines to log at start.
+Honoured keys are the fields of the schema. All other keys of DeepSpeed 0.19 are listed here.
 """
 
 from __future__ import annotations
@@ -31,13 +29,9 @@ class Fate(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """A config key and its fate. `why`: the effect of an honoured key; for other keys the reason of their fate.
-
-    `default`: DeepSpeed's value if the key is absent. `to`: for a renamed key, the path under which it is read.
-    `quiet`: log no notice, because DeepSpeed accepts the spelling too, or because the key asks for something that is
-    always done here. `allowed`: the values that a refused key may have, besides None and "auto"; a refused section (its
-    default is a dict) may also be switched off.
-    """
+    """A config key and its fate. `why`: the effect of an honoured key, or the reason of another fate. `default`:
+    DeepSpeed's value if the key is absent. `to`: the new path of a renamed key. `quiet`: log no notice. `allowed`: the
+    values that a refused key may have, besides None and "auto"."""
 
     path: str
     fate: Fate
@@ -65,13 +59,11 @@ OTHER_WORDS: Mapping[str, str] = {
 """Common wrong name of a key -> its right name, for suggestions in errors."""
 
 OPTIMIZERS: Mapping[str, str] = {"adam": "Adam", "adamw": "AdamW", "adagrad": "Adagrad", "lion": "Lion", "sgd": "SGD"}
-"""Optimizer type in lower case -> its spelling here. These types are accepted in any case; any other type must be
-spelled like its class in torch.optim."""
+"""Optimizer type in lower case -> its spelling here. Other types must be spelled like their class in torch.optim."""
 
 
 def runs_as_adamw(name: str, adam_w_mode: bool) -> bool:
-    """Return whether the optimizer `name` runs as AdamW, by DeepSpeed's rule: "adamw" always does; "adam" does if
-    optimizer.params has `adam_w_mode` true, which is the default."""
+    """Return whether the optimizer `name`, "adam" or "adamw", runs as AdamW, by DeepSpeed's rule."""
     return name == "adamw" or adam_w_mode
 
 
@@ -112,8 +104,8 @@ def _no_effect(section: str, why: str, *, quiet: bool = False, **defaults: Any) 
 
 
 def _satisfied(section: str, why: str, **defaults: Any) -> list[Key]:
-    """Return keys that have no effect and log no notice: what they ask for is always done. `section`: the path of their
-    section, with a dot at its end. `defaults`: the name of each key -> DeepSpeed's value if it is absent."""
+    """Return keys that ask for what is always done here. `section`: their path, with a dot at its end. `defaults`: name
+    -> DeepSpeed's value."""
     return _no_effect(section, why, quiet=True, **defaults)
 
 
@@ -123,14 +115,12 @@ def _refused(path: str, why: str, *allowed: Any) -> Key:
 
 
 def _refused_sections(why: str, *names: str, on: bool = False) -> list[Key]:
-    """Return a key for each of the sections `names`, which are refused for the reason `why`. `on`: True: the config
-    must not have the section; False: the section must not have `enabled` true."""
+    """Return refused keys for the sections `names`. `on`: refuse the section itself, not only `enabled` true."""
     return [Key(path=name, fate=Fate.REFUSED, why=why, default={} if on else {"enabled": False}) for name in names]
 
 
 def _bare(*names: str) -> list[Key]:
-    """Return a renamed key of zero_optimization for each of `names`: as in DeepSpeed, `NAME` is another spelling of
-    `stage3_NAME`."""
+    """Return a renamed key of zero_optimization for each name: `NAME` is another spelling of `stage3_NAME`."""
     prefix = "zero_optimization."
     return [
         Key(path=prefix + n, fate=Fate.RENAMED, why="bare name", to=f"{prefix}stage3_{n}", quiet=True) for n in names
@@ -301,8 +291,7 @@ def asks_for_something(key: Key, value: Any) -> bool:
 
 
 def _switched_on(section: Mapping[str, Any]) -> bool:
-    """Return whether a section of the file is switched on. The key `enabled` decides; without it, the section is on if
-    any of its values is neither false, "auto" nor empty."""
+    """Return whether a section is on: by its key `enabled`, else if any value is neither false, "auto" nor empty."""
     off = (False, None, "auto", "false")
     if "enabled" in section:
         return section["enabled"] not in off and bool(section["enabled"])
@@ -345,8 +334,7 @@ class Reading:
     """Further lines to log, such as values that were rounded."""
 
     def written_as(self, path: str) -> str:
-        """Return the old name under which the file has `path`, or a section around `path`; "" if neither was
-        renamed."""
+        """Return the old name in the file of `path`, or of a section around it; "" if not renamed."""
         return next((old for new, old in self.renamed.items() if path == new or path.startswith(f"{new}.")), "")
 
 
@@ -359,8 +347,8 @@ def reports(config: BaseModel, reading: Reading) -> list[KeyReport]:
 
 
 def notices(reading: Reading, keys: Mapping[str, Key]) -> tuple[str, ...]:
-    """Return the lines to log once at start. One line lists all renamed keys, one all resolved "auto"s, one all "auto"s
-    left to a trainer, one all keys without effect. Then follow `reading.notices`."""
+    """Return the lines to log once at start: one for renamed keys, one for each kind of "auto", one for keys without
+    effect, then `reading.notices`."""
     renamed = [f"{old} -> {new}" for new, old in reading.renamed.items() if not keys[old].quiet]
     resolved = [f"{path} = {value}" for path, value in reading.auto.items() if path not in reading.unfilled]
     idle = [key.path for key, value in reading.idle if not key.quiet and asks_for_something(key, value)]

@@ -1,5 +1,5 @@
-"""Load a file or a dict as a `Config`: read JSON with comments and trailing commas, rename keys, apply their fates
-(deepspeed_keys.py), resolve "auto", check the arguments of optimizer and scheduler, validate."""
+"""Load a file or a dict as a `Config`: read JSON with comments, rename keys, apply their fates, resolve "auto",
+validate."""
 
 from __future__ import annotations
 
@@ -46,12 +46,9 @@ def load(
     *,
     to_train: bool = True,
 ) -> Config:
-    """Read a config and return it validated. Reads no file but the config's own. Raises ConfigError.
-
-    `config`: a dict, or the path of a JSON file; None: the file that `args.deepspeed_config` names. `world_size`: the
-    number of data-parallel ranks, with which missing batch sizes are computed. `to_train`: True refuses values "auto"
-    that nothing fills in. False keeps them, because a trainer fills them in later; without a batch size the micro-batch
-    is then one sample."""
+    """Read and validate a config, and return it. Raises ConfigError. `config`: a dict, or the path of a JSON file;
+    None: the file `args.deepspeed_config`. `world_size`: for missing batch sizes. `to_train`: refuse values "auto" that
+    nothing fills in; False leaves them to a trainer, with a micro-batch of one sample if none is given."""
     named = getattr(args, "deepspeed_config", None)
     if (config is None) == (named is None):
         found = "neither" if config is None else f"both ({named} in args)"
@@ -81,15 +78,13 @@ def load(
 
 
 def _idle_key(path: str, why: str, *, quiet: bool = False) -> Key:
-    """Return a Key that says that `path` has no effect here, even if the table says otherwise. `quiet`: log no notice
-    of the key."""
+    """Return a key without effect, whatever the table says. `quiet`: log no notice."""
     return Key(path=path, fate=Fate.NO_EFFECT, why=why, quiet=quiet)
 
 
 def _plain(node: Any, path: str, reading: Reading) -> Any:
-    """Copy the dicts and lists of a config, so that they may be changed. `path`: the keys that lead to `node`, each
-    followed by a dot. Keys that begin with "_" are comments: they are recorded in `reading` and left out. Raises
-    ConfigError for a key that is no string."""
+    """Copy the dicts and lists of a config, without comments: keys that begin with "_". `path`: the keys that lead to
+    `node`, each followed by a dot. Raises ConfigError for a key that is no string."""
     if isinstance(node, Mapping):
         for name in node:
             if not isinstance(name, str):
@@ -104,8 +99,8 @@ def _plain(node: Any, path: str, reading: Reading) -> Any:
 
 
 def _drop_dotted(tree: dict[str, Any], known: Container[str], reading: Reading) -> None:
-    """Drop top-level keys such as "section.key": trainers write them, and DeepSpeed does not read them. `known`: the
-    paths of all keys and sections. Raises ConfigError if the section is tiered_zero."""
+    """Drop top-level keys such as "section.key", which DeepSpeed does not read. `known`: the paths of all keys and
+    sections. Raises ConfigError for tiered_zero."""
     for name in [name for name in tree if "." in name and name in known]:
         section, _, inner = name.rpartition(".")
         if name.startswith("tiered_zero."):
@@ -158,8 +153,8 @@ def _rename_one(tree: dict[str, Any], key: Key, reading: Reading) -> None:
 
 
 def _sort(node: dict[str, Any], prefix: str, reading: Reading) -> dict[str, Any]:
-    """Return the honoured values of the section `node`. Record keys without effect in `reading`. Raise ConfigError for
-    refused and unknown keys. `prefix`: the section's path, with a dot at its end."""
+    """Return the honoured values of the section `node`, and record the keys without effect. `prefix`: the section's
+    path, with a dot at its end. Raises ConfigError for refused and unknown keys."""
     values: dict[str, Any] = {}
     off = prefix in ("fp16.", "bf16.") and switch(node.get("enabled")) in (None, "auto", False)
     for name, value in node.items():
@@ -202,9 +197,8 @@ def _drop_offload_param(values: dict[str, Any], reading: Reading) -> None:
 
 
 def _take_idle(key: Key, value: Any, reading: Reading, off: bool = False) -> None:
-    """Record a key that is without effect or refused. Raises ConfigError if a refused key has a value that would do
-    something in DeepSpeed. `off`: whether the key's section is switched off; then no value does anything, and none is
-    refused."""
+    """Record a key that is without effect or refused. Raises ConfigError if a refused key asks for something. `off`:
+    the section is switched off, so nothing is refused."""
     if key.fate is Fate.REFUSED and not off and asks_for_something(key, value):
         taken = "it to be off" if False in key.allowed else " or ".join(map(json.dumps, key.allowed))
         raise ConfigError(f"{key.path}: expected {taken} or left out; found {shown(value)}. It is refused: {key.why}.")
@@ -212,8 +206,8 @@ def _take_idle(key: Key, value: Any, reading: Reading, off: bool = False) -> Non
 
 
 def _sort_params(path: str, params: Any, reading: Reading) -> dict[str, Any]:
-    """Return the arguments of the optimizer or schedule. Numeric strings become numbers. Arguments that are "auto" are
-    left out, so that the class's defaults apply."""
+    """Return the arguments of the optimizer or schedule, with numeric strings as numbers and without those that are
+    "auto"."""
     if not isinstance(params, dict | None):
         raise ConfigError(f"{path}: expected an object; found {shown(params)}. Write the arguments inside {{}}.")
     values = {}
@@ -252,9 +246,8 @@ def _nearest(path: str) -> str:
 
 
 def _batch(values: dict[str, Any], world_size: int, reading: Reading, to_train: bool) -> dict[str, int]:
-    """Return all three batch sizes. Those that the file leaves out are computed from the others: train = micro *
-    accumulation * ranks. `to_train`: see `load`. Raises ConfigError if the file gives too few sizes, or sizes that
-    contradict each other."""
+    """Return all three batch sizes, computed from each other: train = micro * accumulation * ranks. `to_train`: see
+    `load`. Raises ConfigError if sizes are missing or contradict each other."""
     given: dict[str, int | None] = {}
     for name in _BATCH:
         try:
@@ -308,8 +301,7 @@ def _check_optimizer(section: dict[str, Any] | None) -> None:
 
 
 def _check_scheduler(section: dict[str, Any] | None, reading: Reading, to_train: bool) -> None:
-    """Check the arguments of a schedule of DeepSpeed, and resolve "auto" among them. Torch's schedules check their own
-    arguments when they are built. `to_train`: see `load`."""
+    """Check the arguments of a schedule of DeepSpeed, and resolve "auto" among them. `to_train`: see `load`."""
     kind = SCHEDULES.get(section["type"]) if section and isinstance(section.get("type"), str) else None
     if section is None or kind is None:
         return
@@ -424,8 +416,7 @@ class _Object(dict[str, Any]):
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a JSON file and return its object. Raises ConfigError if the file cannot be read, is no JSON, holds no
-    object, or has a key twice."""
+    """Read a JSON file and return its object. Raises ConfigError."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             text = file.read()
@@ -438,9 +429,9 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def parse_json(text: str, name: str) -> dict[str, Any]:
-    """Parse JSON text and return its object. `name`: the text's name in errors. Comments and trailing commas are
-    replaced by blanks, so that the line numbers in errors stay right. Raises ConfigError."""
-    plain = _TRAILING_COMMA.sub(_blank, _COMMENT.sub(_blank, text))
+    """Parse JSON text, with comments and trailing commas, and return its object. `name`: for errors. Raises
+    ConfigError."""
+    plain = _TRAILING_COMMA.sub(_blank, _COMMENT.sub(_blank, text))  # blanks keep the line numbers of errors
     try:
         tree = json.loads(plain, object_pairs_hook=_object)
         if isinstance(tree, dict):

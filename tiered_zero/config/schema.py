@@ -1,8 +1,5 @@
-"""Define the typed config: one frozen section per JSON object, DeepSpeed's names and defaults, and the rules between
-keys.
-
-Each description says what the key does and in which unit; `tiered-zero explain` and docs/config.md print it.
-"""
+"""Define the typed config: one frozen section per JSON object, with DeepSpeed's names and defaults, and the rules
+between keys. `tiered-zero explain` and docs/config.md print the descriptions."""
 
 from __future__ import annotations
 
@@ -237,8 +234,8 @@ class OptimizerSection(Section):
 
     @property
     def algorithm(self) -> str:
-        """The name of the update rule that runs. As in DeepSpeed, the type "Adam" runs as "AdamW", except if
-        `params.adam_w_mode` is false."""
+        """The name of the update rule that runs: "AdamW" for type "Adam" too, except if `params.adam_w_mode` is
+        false."""
         name = OPTIMIZERS.get(self.type.lower(), self.type)
         return "AdamW" if name == "Adam" and runs_as_adamw("adam", self.params.get("adam_w_mode", True)) else name
 
@@ -350,8 +347,8 @@ def _paths(value: Any) -> Any:
 
 class StateLimitsSection(Section):
     """How many bytes of master weights and optimizer state may rest on each tier. A tier faster than
-    offload_optimizer.device is filled up to its value. On the tier of offload_optimizer.device itself, the value is
-    only a limit. The fastest tier gets embeddings first, then the units that the next forward needs first."""
+    offload_optimizer.device is filled up to its value: first with embeddings, then with the units that the next forward
+    needs first."""
 
     device: Nbytes = Field(
         None, description="most bytes of master weights and state on the device; null: what offload_optimizer says"
@@ -563,8 +560,8 @@ class Config(Section):
         return self
 
     def filled_in(self, settings: Mapping[str, Any]) -> Config:
-        """Return a copy of this config in which `settings` (path -> value) fill the keys that the file leaves out. Its
-        `tiered_zero.placement` is "as_written". Raises ValidationError if `settings` contradict a key of the file."""
+        """Return a copy in which `settings` (path -> value) fill the keys that the file leaves out, without placement
+        "auto". Raises ValidationError if `settings` contradict a key of the file."""
         values = self.model_dump(by_alias=True, exclude_unset=True)
         for path, value in settings.items():
             *sections, name = path.split(".")
@@ -579,8 +576,8 @@ class Config(Section):
 
     @property
     def activations_device(self) -> Device:
-        """Return where activations rest: tiered_zero.activations.device if the file sets it; else "cpu" if
-        cpu_checkpointing is true; else "none"."""
+        """Where activations rest: tiered_zero.activations.device if the file sets it; else cpu_checkpointing
+        decides."""
         own = self.tiered_zero.activations
         if "device" not in own.model_fields_set and self.activation_checkpointing.cpu_checkpointing:
             return "cpu"

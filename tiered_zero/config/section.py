@@ -1,7 +1,7 @@
 """Define the types of config values, and the base classes of sections.
 
-Files may write a count as `8`, `"8"`, `1e9` or `"1e9"`; booleans, NaN and infinities are no counts. A conversion raises
-ValueError with the expected form; the caller adds the key's path and the value.
+Counts may be written as `8`, `"8"`, `1e9` or `"1e9"`. A conversion raises ValueError with the expected form; the caller
+adds the key's path and the value.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ def shown(value: Any) -> str:
 
 
 def whole(value: Any) -> int:
-    """Convert an int, an integral float (1e9), or a string of one of them to an int. Large ints stay exact. Raises
-    ValueError for any other value."""
+    """Convert an int, an integral float (1e9), or a string of one of them, to an int. Raises ValueError."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, str) and value.strip().lstrip("+-").isdecimal():
@@ -97,7 +96,7 @@ def _int(digits: str) -> int:
 
 
 def _elements(value: Any, info: ValidationInfo) -> int:
-    """Convert a count of elements as `whole` does, but round a fraction down and add a notice: some trainers compute
+    """Convert a count of elements as `whole` does, but round a fraction down, with a notice: some trainers compute
     fractions."""
     exact = number(value)
     if exact.is_integer():
@@ -138,9 +137,8 @@ Nbytes = Annotated[int | None, BeforeValidator(_nbytes), WithJsonSchema({"type":
 
 
 class Section(BaseModel):
-    """A frozen section of the config. It refuses unknown keys. `model_fields_set` names the keys that the file sets. A
-    section can also be read like a dict, as DeepSpeed's `engine.config` is: `config["zero_optimization"].get("stage")`.
-    """
+    """A frozen section of the config, which refuses unknown keys. `model_fields_set` names the keys of the file. It can
+    be read like a dict: `config["zero_optimization"].get("stage")`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
 
@@ -154,8 +152,7 @@ class Section(BaseModel):
         return any(key == (field.alias or name) for name, field in type(self).model_fields.items())
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of `key`, spelled as in the JSON; `default` if the value is null or this section does not
-        have the key."""
+        """Return the value of `key`, spelled as in the JSON; `default` if it is null or missing."""
         try:
             value = self[key]
         except KeyError:
@@ -164,8 +161,7 @@ class Section(BaseModel):
 
 
 class SwitchedSection(Section):
-    """A section that its first field switches on. While the section is off (false or "none"), an invalid value of
-    another field is replaced by the default."""
+    """A section that its first field switches on. If it is off (false or "none"), defaults replace invalid values."""
 
     @field_validator("*", mode="wrap")
     @classmethod

@@ -12,7 +12,7 @@ from torch import Tensor
 from tiered_zero.errors import ConfigError
 
 NUM_BYTE_VALUES = 256
-"""The size of the vocabulary: each byte is a token. Any file can be read as text, and no tokenizer is needed."""
+"""The size of the vocabulary: each byte is a token."""
 
 
 class Corpus:
@@ -39,10 +39,7 @@ class Corpus:
 
     def batch(self, index: int, size: int, length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
         """Return batch `index`: tokens and targets, each [size, length] int64 in host memory. The target of a byte is
-        the next byte of the text.
-
-        Each sample begins at a random byte of the text. Raises ConfigError if the text is too short for a sample.
-        """
+        the next byte. Raises ConfigError if the text is too short for a sample."""
         self.check(length)
         num_starts = len(self) - length
         # Not torch's generator: on the CPU it uses 32 bits of its seed, too few for seed and index.
@@ -53,8 +50,7 @@ class Corpus:
 
 
 def read_corpus(path: str | Path | None = None) -> Corpus:
-    """Read the text of a file; without a path, the language reference that CPython ships for `help()`. Raises
-    ConfigError."""
+    """Read the text of a file; without a path, Python's language reference. Raises ConfigError."""
     if path is None:
         return Corpus(_python_reference().encode(), "the Python reference (pydoc_data.topics)")
     try:

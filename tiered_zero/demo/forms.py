@@ -30,10 +30,9 @@ WATCH_S = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """How to train. `directory`: where swap files go; None: train with plain PyTorch. `limit_nbytes`: how much memory
-    training may take beyond the memory of the imports; None: no limit. `device_nbytes`, `host_nbytes`: limits of the
-    engine's plan. `steps`: the number of steps, each of which prints its loss. In its last step plain PyTorch runs only
-    the forward."""
+    """How to train. `directory`: for swap files; None: plain PyTorch. `limit_nbytes`: the most memory beyond that of
+    the imports; None: no limit. `device_nbytes`, `host_nbytes`: limits of the engine's plan. `steps`: each prints its
+    loss."""
 
     layers: int
     hidden: int
@@ -66,8 +65,7 @@ class Form:
 
 
 def run(form: Form) -> None:
-    """Train as `form` says, and print the lines of JSON. End this process if its memory exceeds the limit. Raises what
-    training raises."""
+    """Train as `form` says, and print the lines of JSON. End this process if its memory exceeds the limit."""
     text = read_corpus()
     memory = _MemoryWatch(form.limit_nbytes)
     began_s = time.perf_counter()
@@ -87,7 +85,7 @@ def run(form: Form) -> None:
             if engine:
                 engine.backward(loss)
                 engine.step()
-            elif step < form.steps - 1:
+            elif step < form.steps - 1:  # the last step needs only the loss
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -99,9 +97,8 @@ def run(form: Form) -> None:
 
 
 class _MemoryWatch:
-    """Ends this process when its own memory grows by more than `limit_nbytes`, as the kernel does when memory runs out.
-    A thread checks every WATCH_S seconds. RLIMIT_DATA is not used: it also counts the stacks of threads, which on a
-    large machine take more than the model."""
+    """Ends this process when its own memory grows by more than `limit_nbytes`. A thread checks every WATCH_S
+    seconds."""
 
     def __init__(self, limit_nbytes: int | None) -> None:
         self._limit_nbytes, self.peak_nbytes = limit_nbytes, 0

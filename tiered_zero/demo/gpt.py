@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from tiered_zero.plan.gpt_shape import GPTConfig
 
 INIT_STD = 0.02
-"""The standard deviation of initial weights. Projections into the residual stream divide it by sqrt(2 * layers) (GPT-2,
-section 2.3)."""
+"""The standard deviation of initial weights (GPT-2, section 2.3)."""
 
 
 class Embedding(nn.Embedding):
@@ -64,8 +63,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT. Every parameter belongs to a module with `reset_parameters`, so a model on the meta device can get its
-    first values."""
+    """A GPT. Each of its modules with parameters has `reset_parameters`, for models on the meta device."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -79,8 +77,8 @@ class GPT(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return logits [B, T, vocab]; with `targets` return the mean loss, fp32. `tokens`, `targets`: [B, T] int64, T
-        <= context."""
+        """Return logits [B, T, vocab]; with `targets` the mean loss, fp32. `tokens`, `targets`: [B, T] int64, T <=
+        context."""
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)

@@ -1,6 +1,5 @@
 """Connect to other training tools: callbacks for Transformers' Trainer, a strategy for Lightning, a plugin for axolotl.
 
 Promise: a script of the tool changes by one line, and in fp32 on one rank its numbers are those of the plain tool.
-Owner: the tool owns its loop; these files call public names of tiered_zero and of the tool. Never: imported by the rest
-of the package, so that a tool must be installed only for its own file. docs/integrations.md says what was run.
+Owner: the tool owns its loop. Never: imported by the rest of the package, because it imports the tool.
 """

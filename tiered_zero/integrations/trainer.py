@@ -1,5 +1,5 @@
-"""Connect to the Trainer of Transformers by two callbacks: one saves optimizer state in files of its own; the other
-logs a step's bytes by tier and the share of time for which each link was busy."""
+"""Connect to the Trainer of Transformers by two callbacks: one saves optimizer state, the other logs bytes and
+rates."""
 
 from __future__ import annotations
 
@@ -16,21 +16,16 @@ _FOLDER = "optimizer_state"
 
 
 class SaveStateCallback(TrainerCallback):
-    """Writes an OffloadedOptimizer's state to `checkpoint-N/optimizer_state`, one parameter after the other, and reads
-    it from there when Trainer resumes; Trainer's own `optimizer.pt` then has only a key to these files. Before a save
-    it also collects a ZeroRedundancyOptimizer's state, which has to fit into host memory, on rank 0.
-
-    `resume_from`: the checkpoint that `train(resume_from_checkpoint=...)` names, if it is neither in
-    `args.output_dir` nor `args.resume_from_checkpoint`.
-    """
+    """Writes an OffloadedOptimizer's state to `checkpoint-N/optimizer_state`, and reads it when Trainer resumes.
+    Collects a ZeroRedundancyOptimizer's state on rank 0 before a save; it must fit into host memory. `resume_from`: the
+    checkpoint of `train(resume_from_checkpoint=...)`, if it lies outside of `args.output_dir`."""
 
     def __init__(self, resume_from: str | None = None) -> None:
         self._resume_from = resume_from
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-        """Read the state from files if Trainer resumes. Then replace the optimizer's `state_dict()`, until
-        `on_train_end`, by one that writes the state to files: Trainer calls it in each save. Do nothing for other
-        optimizers than OffloadedOptimizer."""
+        """Read the state from files if Trainer resumes. From now until `on_train_end`, `optimizer.state_dict()` writes
+        it to files."""
         own = unwrapped(optimizer)
         if not isinstance(own, OffloadedOptimizer):
             return
@@ -42,8 +37,7 @@ class SaveStateCallback(TrainerCallback):
         vars(own)["state_dict"] = lambda: saved.save_state_dict(_folder(args, state))
 
     def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-        """Collect a ZeroRedundancyOptimizer's state on rank 0 before a save. Every rank must call this; Trainer asks
-        only rank 0 for the state."""
+        """Collect a ZeroRedundancyOptimizer's state on rank 0 before a save. Every rank must call this."""
         if control.should_save and not args.save_only_model:
             _consolidate(optimizer)
 
@@ -60,7 +54,7 @@ class SaveStateCallback(TrainerCallback):
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer inside of Accelerate's wrapper; an optimizer that is not wrapped is returned as it is."""
+    """Return the optimizer inside of Accelerate's wrapper, or `optimizer` itself."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
@@ -74,11 +68,10 @@ def _folder(args: Any, state: Any) -> Path:
 
 
 class ReportCallback(TrainerCallback):
-    """Adds numbers to each line of training logs: GiB on each tier; the busy share of each link in the last step (the
-    link with the largest share binds the step); GB that this process has written to the disk; with `rated`, the share
-    of these GB in what the drive is rated to take, such as "600TB". `engine`: the engine, if one steps the optimizer.
-    Loggers that run before this callback, such as those of `report_to`, miss the numbers; `state.log_history` has
-    them."""
+    """Adds numbers to each line of training logs: GiB on each tier, the busy share of each link in the last step, and
+    GB that this process has written to the disk. `rated`: what the drive may take, such as "600TB", to log the share
+    used. `engine`: None if an OffloadedOptimizer steps. Place this callback before other loggers, which miss the
+    numbers otherwise."""
 
     def __init__(self, engine: Any = None, rated: str | int | None = None) -> None:
         self._engine = engine
@@ -105,7 +98,6 @@ class ReportCallback(TrainerCallback):
 
 
 def _report(engine: Any, optimizer: Any) -> Any:
-    """Return the report of the last step, from the engine if there is one, else from the optimizer; None if there is no
-    report."""
+    """Return the last step's report, from the engine or else the optimizer; None without one."""
     own = unwrapped(optimizer)
     return getattr(engine or getattr(own, "optim", own), "step_report", None)

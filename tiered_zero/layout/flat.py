@@ -199,12 +199,9 @@ class UnitRules:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleSpec:
-    """One module of a tree.
-
-    `params`: the indices of its own parameters in the list of ParamSpecs. `is_stack`: it holds blocks, or experts, that
-    run one by one. `is_list`: it is a stack with numbered children. `runs`: it has a forward. `is_compiled`:
-    torch.compile makes one graph of it.
-    """
+    """One module of a tree. `params`: the indices of its own parameters in the list of ParamSpecs. `is_stack`: it holds
+    blocks or experts that run one by one. `is_list`: it is a stack with numbered children. `runs`: it has a forward.
+    `is_compiled`: torch.compile makes one graph of it."""
 
     name: str = ""
     params: tuple[int, ...] = ()

@@ -1,12 +1,10 @@
 """Bind the C kernels, each a plain shared object, with ctypes.
 
-Promise: everything here is optional. If no C compiler worked during installation, `find_library` returns None; the
-caller then runs its Python code, and logs once the reason that `why_missing` gives.
-
-Owner: the file that binds a kernel owns its argument types. C code includes neither Python.h nor torch headers: one
-object serves every Python and every torch, and ctypes releases the GIL around each call.
-
-Never: a kernel keeps no global state, starts no thread that outlives its handle, and prints nothing."""
+Promise: everything here is optional. Without a library `find_library` returns None, and the caller runs Python code and
+logs `why_missing` once. Owner: the file that binds a kernel owns its argument types. C code includes neither Python.h
+nor torch headers, so one object serves every version. Never: a kernel keeps global state, starts a thread that outlives
+its handle, or prints.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +19,17 @@ from typing import Any
 from tiered_zero.errors import ConfigError
 
 VERSION = 9
-"""The version of the C sources, as in version.h. A library built from another version may have other structures."""
+"""The version of the C sources, as in version.h. Libraries of other versions may have other structures."""
 
 LIBRARY_DIR_VARIABLE = "TIERED_ZERO_NATIVE_DIR"
-"""The environment variable that names a directory to search instead of this package's own. A directory without
-libraries switches the kernels off."""
+"""The environment variable that names another directory of libraries. An empty directory switches the kernels off."""
 
 
 def find_library(stem: str) -> Path | None:
-    """Return the shared object that the build made for `stem` ("_direct_io", "_update"), or None if there is none.
-
-    A source tree in the working directory shadows the installed package and may have no libraries. The libraries of the
-    installed package are then taken, if they were built from the same version of the C sources."""
+    """Return the shared object that the build made for `stem` ("_direct_io", "_update"), or None."""
     if own := _library_in(_own_directory(), stem):
         return own
+    # a source tree in the working directory shadows the installed package, and may have no libraries
     return next((path for path, version in _installed_libraries(stem) if version == VERSION), None)
 
 
@@ -66,9 +61,8 @@ def _library_in(directory: Path, stem: str) -> Path | None:
 
 
 def _installed_libraries(stem: str) -> Iterator[tuple[Path, int | str]]:
-    """Yield (path, version of its C sources) of the library `stem` in each installed distribution of this package; the
-    version is "none" if the library names none. Yield nothing if the environment variable LIBRARY_DIR_VARIABLE is set,
-    because libraries are then taken from its directory alone."""
+    """Yield (path, version of its C sources) of the library `stem` in each installed distribution of this package. The
+    version is "none" if the library names none."""
     if os.environ.get(LIBRARY_DIR_VARIABLE):
         return
     from importlib.metadata import distributions
@@ -94,13 +88,11 @@ def _version_of(library: ctypes.CDLL) -> int | str:
 
 
 def declare(function: Any, result: Any, *arguments: Any) -> Any:
-    """Declare the result and argument types of a library's function, and return the function. `result`: None for
-    void."""
+    """Declare the result and argument types of a library's function, and return it. `result`: None for void."""
     function.restype, function.argtypes = result, arguments
     return function
 
 
 def struct_fields(*rows: tuple[Any, str]) -> list[tuple[str, Any]]:
-    """List the `_fields_` of a ctypes.Structure, in the order of the C declaration. `rows`: a ctypes type, and the
-    names of the fields of this type, separated by spaces."""
+    """List the `_fields_` of a ctypes.Structure. `rows`: a ctypes type, and the names of its fields, in C's order."""
     return [(name, kind) for kind, names in rows for name in names.split()]

@@ -34,8 +34,8 @@ class Dtype(enum.IntEnum):
     BFLOAT16 = 1
     FLOAT16 = 2
     REMAINDER = 3
-    """The low half of a master, for Adam only: an int16 that is added to the bfloat16 `out`, taken as the high half of
-    32 bits. The sign of the second moment distinguishes ties, see rules/state_layout.py."""
+    """The low half of a master, for Adam only: an int16 that is added to the bfloat16 `out`, the high half. The sign of
+    the second moment distinguishes ties, see rules/state_layout.py."""
 
 
 class Rule(enum.IntEnum):
@@ -60,8 +60,7 @@ class Flag(enum.IntFlag):
 
 
 class Hyper(ctypes.Structure):
-    """The numbers of one step, equal for every element of a run (a range of elements). update.c says how each rule uses
-    the floats."""
+    """The numbers of one step, equal for every element of a run (a range of elements). See update.c."""
 
     _fields_ = struct_fields(
         (ctypes.c_int32, "rule flags grad_type master_type out_type state_type"),
@@ -71,8 +70,8 @@ class Hyper(ctypes.Structure):
 
 
 class Moments(ctypes.Structure):
-    """The arguments of `UpdateKernel.convert`, for one array of 8-bit moments: addresses, as in update.c, and how to
-    convert. `encode`: 1 converts floats to codes, 0 codes to floats."""
+    """One array of 8-bit moments to convert; addresses as in update.c. `encode`: 1 makes codes of floats, 0 floats of
+    codes."""
 
     _fields_ = struct_fields(
         (ctypes.c_void_p, "codes scales values table"),
@@ -94,8 +93,8 @@ CopyNorm = tuple[int, int | None, int, Dtype, Dtype, bool]
 
 
 class _CopyNormArgs(ctypes.Structure):
-    """One array to copy. `source`, `target`: addresses; without a target, `source` is only read.
-    `add`: whether to add to what the target holds instead of replacing it. Types are `Dtype`s."""
+    """One array to copy. `source`, `target`: addresses; without a target, `source` is only read. `add`: add to the
+    target. Types are `Dtype`s."""
 
     _fields_ = struct_fields(
         (ctypes.c_void_p, "source target"),
@@ -106,21 +105,16 @@ class _CopyNormArgs(ctypes.Structure):
 
 @final
 class UpdateKernel:
-    """Calls the functions of update.c, with one instruction set (level) and a pool of threads, which are idle between
-    calls. Calls release the GIL.
-
-    Any thread may call; while the pool is busy, a call runs on its own thread alone. Fork-safe. Every result has the
-    same bits at each level and for any number of threads."""
+    """Calls the functions of update.c with one instruction set (level) and a pool of threads. Any thread may call; if
+    the pool is busy, a call uses its own thread alone. Calls release the GIL. Results have the same bits at each level
+    and for any number of threads."""
 
     def __init__(
         self, path: Path, level: str | None = None, num_threads: int | None = None, root: MklRoot | None = None
     ) -> None:
-        """`path`: the library. `level`: the instruction set, a key of LEVELS; None: that of the environment variable
-        LEVEL_VARIABLE, else the best that runs here. `num_threads`: None: `available_cpus()`. `root`: MKL's square
-        root, which torch uses; calls with Flag.TORCH_ROOT use it, too.
-
-        Raises OSError if `path` is no library, and ConfigError if the library's version is not this package's, or if
-        the level is unknown or does not run here."""
+        """`level`: a key of LEVELS; None: from LEVEL_VARIABLE, else the best that runs here. `num_threads`: None:
+        `available_cpus()`. `root`: MKL's square root, for Flag.TORCH_ROOT. Raises OSError if `path` is no library, and
+        ConfigError for another version or a level that does not run here."""
         self.path = path
         self._library = _bind(path)
         self.level = self._choose(level or os.environ.get(LEVEL_VARIABLE) or None)
@@ -153,22 +147,21 @@ class UpdateKernel:
         return forced
 
     def update(self, table: int, num_runs: int) -> None:
-        """Take one optimizer step on every run. `table`: the address of ADDRESSES_PER_RUN 64-bit numbers for each run:
-        the addresses of master, gradient, out (or 0) and three state arrays (or 0), the number of elements, the address
-        of the run's `Hyper`. All addresses must be valid during the call."""
+        """Take one optimizer step on `num_runs` runs. `table`: the address of one row of ADDRESSES_PER_RUN 64-bit
+        numbers for each run: the addresses of master, gradient, out (or 0) and three state arrays (or 0), the number of
+        elements, the address of its `Hyper`. Addresses must be valid during the call."""
         self._check(
             self._library.tz_update_batch(self._pool, table, num_runs, LEVELS[self.level], *(self.root or (None, None)))
         )
 
     def square_roots(self, values: int, roots: int, numel: int, flags: Flag) -> None:
-        """Compute the square roots of `values` in the way an update with these flags does, and write them to `roots`.
-        Both are addresses of [numel] fp32, valid as in `update`. `numel`: a multiple of 16."""
+        """Compute the square roots of `values` as an update with these flags does, and write them to `roots`. Both are
+        addresses of [numel] fp32, valid during the call. `numel`: a multiple of 16."""
         functions = self.root or (None, None)
         self._check(self._library.tz_square_roots(values, roots, numel, flags, LEVELS[self.level], *functions))
 
     def convert(self, moments: Moments) -> None:
-        """Convert 8-bit moments to floats, or, with `moments.encode`, floats to 8-bit moments. The memory must be
-        valid, as in `update`."""
+        """Convert 8-bit moments to floats or back. The memory must be valid during the call."""
         self._check(self._library.tz_convert_moments(self._pool, ctypes.byref(moments), LEVELS[self.level]))
 
     def copy(self, copies: Sequence[CopyNorm]) -> None:
@@ -177,20 +170,16 @@ class UpdateKernel:
         self._check(self._library.tz_copy_arrays(self._pool, table, len(copies), LEVELS[self.level]))
 
     def copy_norms(self, copies: Sequence[CopyNorm], *, fused_tail: bool, threaded: bool = False) -> list[float]:
-        """Copy, add or only read arrays, each in one pass. Return the L2 norm of each target afterwards (without a
-        target, of the source), computed in fp32 in the order of ATen's vector_norm.
-
-        `fused_tail`: whether ATen's code was compiled with FMA. `threaded`: use the pool, one array per thread; targets
-        must not overlap. Otherwise the calling thread takes all arrays in their order. The addresses must be valid, as
-        in `update`."""
+        """Copy, add or only read arrays. Return the L2 norm of each target (without a target, of the source), in fp32
+        and in the order of ATen's vector_norm. `fused_tail`: ATen was compiled with FMA. `threaded`: use the pool;
+        targets must not overlap. Addresses must be valid during the call."""
         table, norms = _copy_table(copies), (ctypes.c_float * len(copies))()
         pool = self._pool if threaded else None
         self._check(self._library.tz_copy_norms(pool, table, len(copies), fused_tail, norms, LEVELS[self.level]))
         return list(norms)
 
     def close(self) -> None:
-        """End the threads. Idempotent; the kernel must not be used afterwards. A kernel that is garbage collected
-        closes itself."""
+        """End the threads. The kernel must not be used afterwards."""
         self._end()
         self._pool = None
 
@@ -218,11 +207,9 @@ def _bind(path: Path) -> ctypes.CDLL:
 
 
 def available_cpus(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
-    """Return how many threads this process may keep busy: the number of CPUs of its affinity. If these are all CPUs of
-    the host, the ranks of the host share them. The result is at most this rank's share of the CPU quota of its cgroups.
-    Ignores OMP_NUM_THREADS, which launchers set to 1.
-
-    `root`: the root of the file system to read (for tests)."""
+    """Return how many threads this process may keep busy: its part of the host's CPUs, within its affinity and the CPU
+    quota of its cgroups. `root`: the root of the file system to read (for tests)."""
+    # OMP_NUM_THREADS is ignored: launchers set it to 1
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     given = environment.get("LOCAL_WORLD_SIZE", "1")
     local_ranks = max(1, int(given)) if given.isdigit() else 1
@@ -232,8 +219,8 @@ def available_cpus(environment: Mapping[str, str] = os.environ, root: Path = Pat
 
 
 def num_kernel_threads(*, shares_cores: bool) -> int:
-    """Return how many threads a run's update kernel gets. `shares_cores`: compute runs on the CPU too, and waits for
-    the kernel."""
+    """Return how many threads a run's update kernel gets. `shares_cores`: the CPU computes too, and waits for the
+    kernel."""
     return available_cpus() if shares_cores else max(1, available_cpus() - NUM_FREE_CORES)
 
 
