@@ -22,16 +22,11 @@ class GradientArrivals:
     """Passes each gradient that autograd has completed to the gradient store, after the user's own hooks. Runs on
     autograd's thread while the driver thread waits.
 
-    `TrainStep.grad_ready`, the first post-accumulate hook of every parameter, calls `take`. The user's hooks run after
-    it and find the gradient in `param.grad`, summed with earlier backwards of the step as in plain PyTorch. The tensor
-    that they leave there is passed to the store when the next gradient arrives, or when the backward ends.
-
-    Gradients of a backward that the engine did not start (`loss.backward()`) are divided by `_num_micro_batches`, as in
-    DeepSpeed, unless the loss comes from `engine.scale`. With `_scales_loss` (fp16) such a backward raises ModelError.
+    In `param.grad` these hooks find the sum with earlier backwards of the step, as in plain PyTorch. What they leave
+    there is passed to the store when the next gradient arrives or the backward ends.
 
     `_reducer`: averages gradients over ranks; None on one rank. `_on_unit_complete`: called when every gradient of a
-    unit has arrived in a backward.
-    """
+    unit has arrived in a backward."""
 
     _store: GradientStore
     _num_micro_batches: int
@@ -50,8 +45,8 @@ class GradientArrivals:
 
     @contextmanager
     def engine_backward(self, *, is_last: bool, frees_graph: bool) -> Iterator[None]:
-        """Return a context in which the engine runs its own backward. `is_last`: whether it is the step's last
-        backward. `frees_graph`: whether it frees the graph. Raises errors of the gradients' transfers."""
+        """A context manager in which the engine runs a backward. `is_last`: whether it is the step's last backward.
+        Raises transfer errors."""
         self._is_engines, self._frees_graph = True, frees_graph
         try:
             self._begin_reduction(is_last)
@@ -64,8 +59,7 @@ class GradientArrivals:
             self._store.end_backward()
 
     def take(self, param: nn.Parameter) -> None:
-        """Pass `param.grad`, which is complete for this backward, to the store. If the parameter has hooks of the user,
-        the gradient is passed after they have run."""
+        """Pass `param.grad`, which is complete for this backward, to the store, once the user's hooks have run."""
         if self._waiting:
             self._take_waiting()
         if not self._is_engines:
@@ -87,8 +81,8 @@ class GradientArrivals:
             GRAD_SLOT.__set__(param, None)
 
     def note_use(self, units: Sequence[Unit], inputs: Sequence[Any]) -> None:
-        """Record that the forward of a module that owns `units` begins. `inputs`: the module's arguments. Called on the
-        driver thread, for a forward that autograd records or will recompute."""
+        """Record that a forward of a module that owns `units` begins, with the arguments `inputs`. Called on the driver
+        thread, for a forward that autograd records or will recompute."""
         if self._reducer is not None:
             self._reducer.uses.note(units, inputs, self._pass_mark)
 
@@ -99,8 +93,7 @@ class GradientArrivals:
             self._reducer.note_backward(unit.index)
 
     def _pass_mark(self, mark: UseMark) -> None:
-        """Record that a backward has reached a mark (a hook on a module's input). A backward that reduces nothing, such
-        as `torch.autograd.grad`, may reach one too."""
+        """Record that a backward has reached a mark (a hook on a module's input)."""
         if self._reducer is not None and self._reducer.is_open:
             self._take_waiting()
             self._reducer.pass_mark(mark)
@@ -108,13 +101,11 @@ class GradientArrivals:
             mark.is_met = True  # the graph is freed here: a later backward, which reduces, gets no gradient from it
 
     def begin_own_backward(self) -> None:
-        """Begin a backward that the engine did not start. If this backward gathers parameters and brings gradients,
-        begin the reduction of gradients now, before the backward's first gather. In all other cases the reduction
-        begins with the first gradient.
-
-        The reason: with gathers, every rank must begin the reduction at the same place among them. The first gradient
-        may come before a gather on one rank and after it on another, and the two ranks would wait for each other."""
+        """Begin a backward that the engine did not start. If it gathers parameters and brings gradients, also begin
+        their reduction."""
         self._is_counted = False
+        # Every rank must begin the reduction at the same place among the gathers. The first gradient may come before a
+        # gather on one rank and after it on another: the ranks would wait for each other.
         if self._reducer is not None and self._reducer.shards_params and self._brings_gradients():
             self._begin_reduction(is_last=False)
 
@@ -128,8 +119,7 @@ class GradientArrivals:
             return False
 
     def expect(self, scaled: torch.Tensor) -> None:
-        """Note that `engine.scale` has made the loss `scaled` and has divided it, so that the gradients of its backward
-        are not divided again."""
+        """Record that `engine.scale` has divided the loss `scaled`: gradients of its backward are not divided again."""
         scaled.register_hook(self._begin_scaled)  # type: ignore[no-untyped-call]
 
     def reset(self) -> None:
@@ -163,6 +153,8 @@ class GradientArrivals:
         self._store.end_backward()
 
     def _scale(self, param: nn.Parameter) -> None:
+        """Divide a gradient of the user's own `loss.backward()` by `_num_micro_batches`, as DeepSpeed does. Raises
+        ModelError with fp16. Do nothing if the loss comes from `engine.scale`."""
         if self._is_scaled or not (self._scales_loss or self._num_micro_batches > 1):
             return
         with torch._C.DisableTorchFunctionSubclass():

@@ -1,5 +1,5 @@
-"""Check a step's gradients: compute norms (with torch's bits) and the clip factor, adapt the loss scale, and skip steps
-whose gradients are not finite."""
+"""Check a step's gradients: compute their norm and the clip factor, adapt the loss scale, and skip steps that
+overflow."""
 
 from __future__ import annotations
 
@@ -32,14 +32,13 @@ Norm = float | torch.Tensor
 
 _DTYPES = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16}
 _fused_tails: dict[str, bool | None] = {}
-"""Level of the kernel -> whether ATen's vector_norm was compiled with FMA, found by comparing bits; None if the kernel
-gives other bits."""
+"""Level of the kernel -> whether ATen's vector_norm was compiled with FMA; None if the kernel gives other bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradCopy:
-    """A copy to make: the gradient `source` [n] of the parameter `index` is copied to `target` [n] in host memory, in
-    the target's dtype; if `adds`, it is added instead."""
+    """A copy of `source` [n], the gradient of the parameter `index`, to `target` [n] in host memory. `adds`: whether
+    `source` is added to `target` instead."""
 
     index: int
     target: torch.Tensor
@@ -50,11 +49,7 @@ class GradCopy:
 @final
 class GradNorm:
     """Computes the fp32 norm of single gradients with the bits of `clip_grad_norm_`. The norm is not finite if an
-    element is not finite. Any thread.
-
-    torch converts 16-bit gradients in one pass and adds squares in another; the native kernel gives the same bits in
-    one pass. Whether it does so on this machine is tested once; if not (ARM, another compiler), torch is used.
-    """
+    element is not. Uses the native kernel if a test finds the same bits on this machine, else torch. Any thread."""
 
     def __init__(self, kernel: UpdateKernel | None) -> None:
         self._kernel = None
@@ -65,15 +60,15 @@ class GradNorm:
                 self._kernel, self._fused_tail = kernel, fused_tail
 
     def in_memory(self, grads: Sequence[torch.Tensor]) -> list[float]:
-        """Return the norms of gradients [n] in host memory. The kernel, if it supports their dtypes, uses one thread
-        for each gradient."""
+        """Return the norms of gradients [n] in host memory."""
         if self._kernel is None or any(grad.dtype not in _DTYPES for grad in grads):
             return [float(torch.linalg.vector_norm(grad, 2, dtype=torch.float32).item()) for grad in grads]
         return self._kernel.copy_norms(list(map(_scan, grads)), fused_tail=self._fused_tail, threaded=True)
 
     def on_device(self, grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return the norms of gradients [n] on an accelerator, each a 0-d tensor, without waiting for them. The call is
-        the one that `clip_grad_norm_` makes, so the order of sums is the same. Driver thread or autograd's."""
+        """Return the norms of gradients [n] on an accelerator, as 0-d tensors, without waiting. Driver thread or
+        autograd's."""
+        # the call of `clip_grad_norm_`, so the order of sums is the same
         return torch._foreach_norm(list(grads), 2, dtype=torch.float32) if grads else []
 
     def fuses(self, copies: Sequence[GradCopy]) -> bool:
@@ -120,9 +115,8 @@ def _find_fused_tail(kernel: UpdateKernel) -> bool | None:
 
 
 def span_squares(values: torch.Tensor, span: range, unit: Unit) -> dict[int, list[torch.Tensor]]:
-    """Return parameter index -> fp64 sums of squares of its gradient, one 0-d tensor for each SQUARES_CHUNK_NUMEL
-    elements. `values`: [n], elements `span` of the unit's averaged gradients. The sums are computed on the device of
-    `values`, without waiting for them."""
+    """Return parameter index -> fp64 sums of squares of its gradient, as 0-d tensors on the device of `values`, without
+    waiting. `values`: [n], elements `span` of the unit's averaged gradients."""
     squares: dict[int, list[torch.Tensor]] = {entry.param.index: [] for entry in unit.entries}
     for entry in unit.entries:
         stop = min(entry.stop, span.stop)
@@ -135,11 +129,9 @@ def span_squares(values: torch.Tensor, span: range, unit: Unit) -> dict[int, lis
 
 @dataclass(frozen=True, kw_only=True)
 class GradCheck:
-    """The result of a gradient check.
-
-    `finite`: whether all gradients are finite. `norm`: the global L2 norm of the unscaled gradients. `grad_scale`: the
-    factor by which the update multiplies gradients; it unscales and clips them at once. `first_bad`: the name of the
-    first parameter whose gradient is not finite; None if all are."""
+    """The result of a gradient check. `norm`: the global L2 norm of the unscaled gradients. `grad_scale`: the factor by
+    which the update unscales and clips gradients. `first_bad`: the first parameter with a gradient that is not finite;
+    None if all gradients are finite."""
 
     finite: bool
     norm: float
@@ -153,14 +145,12 @@ def check_gradients(
     max_norm: float,
     device: torch.device = CPU,
 ) -> GradCheck:
-    """Check the gradients of one rank: compute the global norm and the clip factor from the norms of single gradients,
-    in fp32, as torch.nn.utils.clip_grad_norm_ does.
+    """Compute the global norm and the clip factor of one rank's gradients, in fp32, as torch.nn.utils.clip_grad_norm_
+    does.
 
-    `norms`: each parameter and the norm of its gradient, in the order of `model.parameters()`. `loss_scale`: the factor
-    that these gradients still contain; it is divided out. `max_norm`: the largest norm that is not clipped; 0 does not
-    clip. `device`: the device that adds up the norms: always the one of compute, on whichever tier the gradients are.
-    The host waits for it once.
-    """
+    `norms`: in the order of `model.parameters()`. `loss_scale`: a factor of the gradients, which is divided out.
+    `max_norm`: the largest norm that is not clipped; 0 does not clip. `device`: adds up the norms; always the device of
+    compute. The host waits for it once."""
     on_host = torch.tensor([norm for _, norm in norms if isinstance(norm, float)], dtype=torch.float32, device="cpu")
     numbers = iter(on_host.to(device).unbind())
     values = [next(numbers) if isinstance(norm, float) else norm.to(device) for _, norm in norms]
@@ -178,9 +168,8 @@ def check_gradients(
 
 
 def check_squares(squares: float, first_bad: str | None, loss_scale: float, max_norm: float) -> GradCheck:
-    """Check the averaged gradients of many ranks. `squares`: the fp64 sum of squares over all ranks, of gradients
-    multiplied by `loss_scale`; equal on every rank. `first_bad`: the name of the first parameter whose gradient is not
-    finite on any rank. `max_norm`: the largest norm that is not clipped; 0 does not clip."""
+    """Check the averaged gradients of many ranks. `squares`: the fp64 sum of squares over all ranks; gradients still
+    contain `loss_scale`. `first_bad`: see `GradCheck`. `max_norm`: see `check_gradients`."""
     finite = first_bad is None
     norm = math.sqrt(squares) / loss_scale if squares >= 0 else math.nan
     total = torch.tensor(norm, dtype=torch.float64, device="cpu")
@@ -189,20 +178,17 @@ def check_squares(squares: float, first_bad: str | None, loss_scale: float, max_
 
 
 class LossScaler:
-    """Holds `scale`, the factor by which the loss is multiplied, and adapts it at the end of each step.
+    """Adapts `scale`, the factor by which the loss is multiplied, at the end of each step.
 
-    fp16.loss_scale > 0 is a fixed scale. 0 means a dynamic scale, which starts at 2**initial_scale_power. The first
-    `hysteresis` - 1 overflows each use up a credit; after them every overflow halves the scale, down to
-    `min_loss_scale`. The scale doubles when n - 1 is a positive multiple of `loss_scale_window`; n is the number of
-    steps since the last overflow. Credits are refilled when the scale doubles, or, with `consecutive_hysteresis`, by
-    every step without overflow.
+    fp16.loss_scale > 0 is a fixed scale. 0 means a dynamic scale, which starts at 2**initial_scale_power and doubles
+    every `loss_scale_window` steps without overflow. An overflow halves it, down to `min_loss_scale`; the first
+    `hysteresis` - 1 overflows since it last doubled do not. With `consecutive_hysteresis` each step without overflow
+    restarts their count.
 
-    Source: DeepSpeed 0.19, runtime/fp16/loss_scaler.py, DynamicLossScaler.update_scale.
-    """
+    Source: DeepSpeed 0.19, runtime/fp16/loss_scaler.py, DynamicLossScaler.update_scale."""
 
     def __init__(self, section: Fp16Section) -> None:
-        """`section`: the config's fp16 section, whose fields are checked. Raises ConfigError if `min_loss_scale` is
-        above the first scale."""
+        """Set the first scale. Raises ConfigError if `min_loss_scale` is above it."""
         power, floor = section.initial_scale_power, section.min_loss_scale
         self.dynamic = section.loss_scale == 0
         self.scale = 2.0**power if self.dynamic else float(section.loss_scale)
@@ -225,7 +211,7 @@ class LossScaler:
             self._shrink()
             self._last_overflow = self._step
         else:
-            good_steps = self._step - self._last_overflow - 1
+            good_steps = self._step - self._last_overflow - 1  # without the first one, as in DeepSpeed
             grows = good_steps > 0 and good_steps % self._section.loss_scale_window == 0
             if grows:
                 self.scale *= _FACTOR
@@ -270,8 +256,7 @@ class LossScaler:
 
 @dataclass(frozen=True, kw_only=True)
 class OverflowCounts:
-    """Counts of steps with gradients that are not finite. `nonfinite_in_a_row` includes steps that were applied
-    because nothing checks for overflow."""
+    """Counts of steps with gradients that are not finite. `nonfinite_in_a_row` includes steps that were applied."""
 
     skipped: int = 0
     skipped_in_a_row: int = 0
@@ -280,9 +265,8 @@ class OverflowCounts:
 
 @final
 class OverflowGuard:
-    """Decides to skip steps whose gradients are not finite, and adapts the loss scale. Used on the driver thread.
-    `scaler`: None without fp16. `checks`: whether such a step is skipped. If not, it is applied, with a warning, as
-    plain PyTorch does in fp32."""
+    """Decides whether to skip a step, and adapts the loss scale. Driver thread. `scaler`: None without fp16. `checks`:
+    skip steps with gradients that are not finite; else they are applied, with a warning, as plain PyTorch does."""
 
     def __init__(self, scaler: LossScaler | None, checks: bool) -> None:
         self.scaler = scaler
@@ -302,14 +286,14 @@ class OverflowGuard:
         return self.counts, self.scaler.state_dict() if self.scaler is not None else None
 
     def restore(self, state: tuple[OverflowCounts, Mapping[str, Any] | None]) -> None:
-        """Set counts and loss scale back to `state`, which `state()` returned before the dropped step."""
+        """Set counts and loss scale back to `state`, a result of `state()`."""
         self.counts, scaler_state = state
         if self.scaler is not None and scaler_state is not None:
             self.scaler.load_state_dict(scaler_state)
 
     def allows(self, check: GradCheck, step: int) -> bool:
-        """Count the step `step`, adapt the loss scale, and return whether to apply the step. `check`: the step's
-        gradient check. Raises NonFiniteError if training cannot go on; the step is counted all the same."""
+        """Count the step, adapt the loss scale, and return whether to apply the step. Raises NonFiniteError if training
+        cannot go on; the step is counted all the same."""
         counts = self.counts
         in_a_row = 0 if check.finite else counts.nonfinite_in_a_row + 1
         warns = in_a_row & (in_a_row - 1) == 0  # warn at 1, 2, 4, ... in a row

@@ -1,14 +1,9 @@
 """Bring the gradients of each unit to their home, hold them there, and make the tensors that `param.grad` shows.
 
-[Note: Waits for gradients]
-Copies start as gradients come. The host waits for a whole unit at a time: the lane's stream is in order, so waiting for
-the last copy is enough. The first wait is one of three:
-* autograd's thread waits if there is no memory for a third unit's gradients;
-* the update waits when it needs the gradients;
-* the write of a window (a buffer in host memory for one unit's gradients on NVMe) waits before it starts.
-
-Later waits find the transfer complete. For sums in host memory the reduce lane waits, buffer by buffer.
-"""
+[Note: Waits for gradients] Copies start as gradients come. The lane's stream is in order, so a wait for a unit's last
+copy is enough. The first to wait is autograd's thread, if there is no memory for a third unit's gradients; or the
+update that needs the gradients; or the write of a window (a buffer for one unit's gradients on NVMe). For sums in host
+memory the reduce lane waits, buffer by buffer."""
 
 from __future__ import annotations
 
@@ -38,16 +33,15 @@ SUM_CHUNK_NUMEL = 1 << 15
 
 BATCH_NBYTES = 1 << 20
 """Gradients of a unit are sent in one job once they reach this size, or once the unit's last gradient has come: a job
-of the lane costs more than the copy of a bias. Gradients that are added up in host memory are sent once they fill a
-staging buffer, because each of these jobs waits."""
+costs more than the copy of a bias. Sums in host memory are sent once they fill a staging buffer: each of these jobs
+waits."""
 
 STAGED_ALIGNMENT = 64
 """Alignment in bytes of gradients in one staging buffer: a cache line."""
 
 NUM_KEPT = 4
-"""The number of transferred batches that are kept before autograd's thread frees them, in order. So every step finds
-the heap in the same state; freed by the reduce lane, at varying times, they would leave holes of 25 MiB.
-"""
+"""The number of transferred batches that autograd's thread keeps before it frees them, in order. Freed by the reduce
+lane, at varying times, they left holes of 25 MiB in the heap."""
 
 
 class ExpiredGradient(torch.Tensor):
@@ -67,29 +61,25 @@ class ExpiredGradient(torch.Tensor):
 
 @dataclass(kw_only=True)
 class UnitGradients:
-    """The gradients of one unit. All sets and dicts have parameter indices as elements and keys. GradientStore changes
-    the object, on the driver thread or autograd's.
+    """The gradients of one unit. Sets and dicts have parameter indices as elements and keys. GradientStore changes the
+    object, on the driver thread or autograd's.
 
     * `flat`: the gradients, [P] of the unit's dtype, or fp32 if micro-batches are summed; zeros between entries. Empty
-      if the gradients are on NVMe, where `paged` holds them. `opened` gives the flat in both cases.
+      if the gradients are on NVMe, in `paged`. `opened` gives the flat in both cases.
     * `spare`, `paged_spare`: a second flat, if the update of one step runs under the next backward.
-    * `present`: parameters with a gradient in this step. `arrived`: those with a gradient in this backward. `earlier`:
-      those that had a gradient since zero_grad() last set gradients to None.
-    * `norms`: norms that were computed on arrival. `squares`: sums of squares of averaged gradients in this rank's
-      shard, computed on arrival.
+    * `present`: parameters with a gradient in this step. `arrived`: those with one in this backward. `earlier`: those
+      with one in earlier steps since zero_grad() last set gradients to None.
+    * `norms`: norms computed on arrival. `squares`: sums of squares of averages in this rank's shard, computed on
+      arrival.
     * `last`: the last transfer of gradients to their home. `frozen`: whether the update of these gradients has begun.
-    * `shown`: the tensors that users got as `param.grad`. Each is a view of the flat in the parameter's shape; or a
-      copy, with a loss scale or on NVMe; or, for parameters in `assigned`, the user's own tensor, which is copied to
-      the flat later.
-    * `zeroed`: parameters whose gradient was set to 0, so the next gradient replaces it.
-    * `shard`: the elements of the unit's flat that `flat` holds, if each of many ranks keeps only the sums of its
-      shard; None: all.
-    * `num_sums`: the number of reductions of this step whose averages were added up in `flat`. If `flat` holds the
-      whole unit, averages are in this rank's shard of it, or everywhere if `Reduction.gathers`. If `flat` holds a shard
-      and `num_sums` is 0, its content is undefined.
-    * `waiting`: gradients [numel] of this rank that no bucket (memory for a reduction) has copied yet; fp32 if they are
-      sums. Gradients wait here, not in `flat`, if `flat` holds only a shard or already holds averages (`num_sums` >
-      0)."""
+    * `shown`: the tensors that users got as `param.grad`: views of the flat; copies, with a loss scale or on NVMe; or
+      the user's own tensors, for parameters in `assigned`.
+    * `zeroed`: parameters whose gradient was set to 0: the next gradient replaces it.
+    * `shard`: the elements of the unit that `flat` holds, if it holds only this rank's shard; None: all.
+    * `num_sums`: the number of reductions of this step whose averages are in `flat`. At 0, a shard in `flat` is
+      undefined.
+    * `waiting`: gradients [numel] of this rank that no bucket has copied yet; fp32 if they are sums. They wait here if
+      `flat` holds a shard, or averages."""
 
     unit: Unit
     flat: torch.Tensor
@@ -124,9 +114,8 @@ class UnitGradients:
         windows: FlatWindows | None = None,
         cuts: Iterable[int] = (),
     ) -> UnitGradients:
-        """Reserve slots of `nbytes` each on `tier` for the unit's gradients. `has_spare`: whether to reserve a second
-        slot. `windows`: buffers in host memory, for gradients on NVMe. `cuts`: the first element, in the unit's flat,
-        of each part that the update reads."""
+        """Reserve one slot of `nbytes` on `tier`, or two with `has_spare`. `windows`: for gradients on NVMe. `cuts`:
+        the first element, in the unit's flat, of each part that the update reads."""
         start = 0 if shard is None else shard.start
         numel = unit.numel if shard is None else len(shard)
         padding = tuple(_padding(unit)) if shard is None else ()
@@ -144,7 +133,7 @@ class UnitGradients:
                 flats.append(torch.empty(0, dtype=dtype, device="cpu"))
                 continue
             flats.append(flat := typed_view(raw, dtype, numel))
-            for part in padding:
+            for part in padding:  # not the entries: they get memory from the system when they are written
                 flat[part] = 0
         return cls(
             unit=unit,
@@ -171,9 +160,7 @@ class UnitGradients:
 
     @property
     def holds_sums(self) -> bool:
-        """Whether this rank has fp32 gradients of the unit that are not averaged over ranks yet: sums over
-        micro-batches, or gradients of an fp32 unit. They are in `waiting`, and in `flat` unless `flat` holds only a
-        shard."""
+        """Whether gradients of this rank are fp32: those in `waiting`, or in `flat` if it holds the whole unit."""
         own = [*([self.flat] if self.shard is None else []), *self.waiting.values()]
         return any(values.dtype == torch.float32 for values in own)
 
@@ -183,22 +170,21 @@ class UnitGradients:
         return bool(self.waiting if self.shard is not None or self.num_sums else self.present)
 
     def opened(self, lane: str = "compute") -> AbstractContextManager[torch.Tensor]:
-        """Return a context that gives the unit's gradients as one tensor in memory. Gradients on NVMe are in memory
-        only inside the block. `lane`: the lane that uses the tensor; "compute" for the driver thread."""
+        """A context manager that lends the unit's gradients as one tensor in memory. `lane`: the calling lane;
+        "compute" for the driver thread."""
         return nullcontext(self.flat) if self.paged is None else self.paged.windows.open(self.paged, lane)
 
     def submit(
         self, lane: Lane, job: Callable[[], None], after: Sequence[Transfer], holds: Sequence[torch.Tensor]
     ) -> Transfer:
-        """Submit a job that launches copies to the tensor of `opened`, and return its transfer. Gradients on NVMe are
-        written to disk only after these copies are complete. `after`: transfers that the job waits for. `holds`: device
-        tensors that the job reads."""
+        """Submit a job that launches copies to the tensor of `opened`, and return its transfer. `after`: transfers that
+        the job waits for. `holds`: device tensors that the job reads."""
         if (paged := self.paged) is None:
             return lane.submit(job, after=after, holds=holds, waits=False)
         transfer = LaneTransfer(launched=threading.Event())
 
         def run() -> None:
-            paged.arriving = transfer
+            paged.arriving = transfer  # gradients are written to disk only after these copies
             job()
 
         return lane.submit(run, after=after, holds=holds, transfer=transfer)
@@ -214,8 +200,7 @@ class UnitGradients:
         )
 
     def swap(self) -> None:
-        """Exchange `flat` and `spare`, if there is a spare. The next backward then writes to the other flat while the
-        update reads this one."""
+        """Exchange `flat` and `spare`: the next backward writes to one while the update reads the other."""
         if self.spare is not None:
             self.flat, self.spare = self.spare, self.flat
         if self.paged_spare is not None:
@@ -239,21 +224,18 @@ class UnitGradients:
             self.paged = self.paged.next()
 
     def wait_transfers(self) -> None:
-        """Block until every gradient that was sent to its home has arrived there. Raises the errors of the
-        transfers."""
+        """Block until every gradient that was sent to its home is there. Raises transfer errors."""
         if self.last is not None:
             self.last.wait()
 
     def copy(self, entry: FlatEntry, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return a copy of one parameter's gradient in the parameter's shape. `dtype`: None keeps the dtype of the
-        flat."""
+        """Return a copy of one gradient in the parameter's shape. `dtype`: None keeps the dtype of the flat."""
         with self.opened() as flat:
             return entry.param.view(flat[entry.start : entry.stop]).to(dtype or flat.dtype, copy=True)
 
     def show(self, entry: FlatEntry, loss_scale: float) -> torch.Tensor:
-        """Return the tensor that users get as `param.grad`, for a parameter with a gradient. It is the same object
-        until the step ends: the tensor that the user has assigned, else a view of `flat`. With a loss scale, or if the
-        gradients are on NVMe, it is an unscaled copy instead of a view."""
+        """Return the tensor that users get as `param.grad`, the same object until the step ends: the user's own tensor,
+        or a view of `flat`. With a loss scale, or on NVMe, it is an unscaled copy instead of a view."""
         index = entry.param.index
         if index not in self.assigned:
             self.wait_transfers()
@@ -268,8 +250,8 @@ class UnitGradients:
         return self.copy(entry) if loss_scale == 1.0 else self.copy(entry, torch.float32).mul_(1 / loss_scale)
 
     def take_changed(self, loss_scale: float) -> list[tuple[FlatEntry, torch.Tensor]]:
-        """Return, unscaled, the gradients that users assigned and the copies that users changed. Every copy that a user
-        still holds as `param.grad` raises ModelError from then on."""
+        """Return, unscaled, the gradients that users assigned and the copies that they changed. Every copy that a user
+        still holds expires: its use raises ModelError."""
         if not self.shown:
             return []
         self.wait_transfers()
@@ -291,8 +273,8 @@ class UnitGradients:
         return {entry.param.index: self.flat[entry.start : entry.stop] for entry in present}
 
     def take_waiting(self) -> dict[int, torch.Tensor]:
-        """Return this rank's gradients that wait for a bucket, by parameter index, and keep none of them here. The
-        caller calls `GradientStore.free_taken` once buckets have copied them."""
+        """Return the gradients in `waiting`, and keep none. The caller calls `GradientStore.free_taken` once buckets
+        have copied them."""
         taken, self.waiting = self.waiting, {}
         return taken
 
@@ -325,8 +307,7 @@ class UnitGradients:
             owner.discard(index)
 
     def adds_to(self, index: int) -> bool:
-        """Return whether the next gradient of the parameter is added to the present one; otherwise it replaces that
-        one."""
+        """Return whether the parameter's next gradient is added to the present one, instead of replacing it."""
         return index in self.present and index not in self.zeroed
 
     def store_assigned(self) -> None:
@@ -340,18 +321,16 @@ class UnitGradients:
                 self.assigned.discard(index)
 
     def replace(self, entry: FlatEntry, value: torch.Tensor) -> None:
-        """Copy `value`, in the parameter's shape, to the gradient's home. torch sums a norm in memory order: if the
-        home has another order than `value`, take the norm of `value` now."""
+        """Copy `value`, in the parameter's shape, to the gradient's home."""
         with self.opened() as flat:
             view = entry.param.view(flat[entry.start : entry.stop])
             view.copy_(value)
         self.norms.pop(entry.param.index, None)
-        if value.stride() != view.stride():
+        if value.stride() != view.stride():  # torch sums a norm in memory order
             self.norms[entry.param.index] = torch.linalg.vector_norm(value, 2, dtype=torch.float32)
 
     def set_zero(self) -> None:
-        """Set gradients to 0: those that are present, and those that were present at any time since `zero_grad()` last
-        set all gradients to None."""
+        """Set to 0 the gradients of `present` and `earlier` parameters."""
         self.wait_transfers()
         self.present |= self.earlier
         self.waiting.clear()
@@ -373,8 +352,8 @@ class UnitGradients:
         self.norms.clear()
 
     def expire_views(self, indices: Iterable[int] | None = None) -> None:
-        """Expire the tensors that users hold as `param.grad`: every use of them raises ModelError, because their memory
-        is used again. `indices`: the parameters; None: all."""
+        """Make every use of tensors that users hold as `param.grad` raise ModelError: their memory is used again.
+        `indices`: the parameters; None: all."""
         for index in tuple(self.shown) if indices is None else indices:
             view = self.shown.pop(index, None)
             if view is not None and index not in self.assigned:
@@ -388,8 +367,7 @@ def _same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _padding(unit: Unit) -> Iterator[slice]:
-    """Yield the gaps in the unit's flat, between entries and after the last one. Only the gaps are set to zero when the
-    flat is allocated. Entries get memory from the system when they are written, always before they are read."""
+    """Yield the gaps in the unit's flat, between entries and after the last one."""
     stops = [0, *(entry.stop for entry in unit.entries)]
     starts = [*(entry.start for entry in unit.entries), unit.numel]
     for stop, start in zip(stops, starts, strict=True):
@@ -401,8 +379,7 @@ def _padding(unit: Unit) -> Iterator[slice]:
 
 
 def copy_or_add(source: torch.Tensor, target: torch.Tensor, *, adds: bool, divisor: float = 1.0) -> None:
-    """Divide `source` [n] in place by `divisor`. Then copy it to the first elements of `target`, or, if `adds`, add it
-    to these elements. Runs on the reduce lane."""
+    """Divide `source` [n] in place by `divisor`, then copy or add it to the first elements of `target`. Reduce lane."""
     for low in range(0, source.numel(), SUM_CHUNK_NUMEL):
         chunk = source[low : low + SUM_CHUNK_NUMEL]
         into = target[low:][: chunk.numel()]
@@ -414,7 +391,7 @@ def copy_or_add(source: torch.Tensor, target: torch.Tensor, *, adds: bool, divis
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
     """One gradient on its way to its home: `source` [n] of the parameter `index`, for elements `place` of its unit's
-    flat. `adds`: whether to add it to the gradient there; False replaces that gradient."""
+    flat. `adds`: add it to the gradient there; False replaces that gradient."""
 
     index: int
     place: slice
@@ -424,12 +401,10 @@ class Arrival:
 
 @final
 class GradientBatch(Transfer):
-    """The transfer of several gradients of one unit to their home, by one job. The job is submitted ("sent") when the
-    batch is full, when the unit's last gradient has come, or when the driver or autograd's thread waits for it.
-    `measures`: whether to compute the gradients' norms too."""
+    """The transfer of several gradients of one unit to their home, by one job. `measures`: whether to compute their
+    norms. `send`: submits the job; `wait` calls it if the job is not submitted yet."""
 
     def __init__(self, gradients: UnitGradients, measures: bool, send: Callable[[], None]) -> None:
-        """`send`: submits the batch; `wait` calls it if the batch is not sent yet."""
         self.gradients, self.measures = gradients, measures
         self.arrivals: list[Arrival] = []
         self.nbytes = 0
@@ -448,8 +423,8 @@ class GradientBatch(Transfer):
 
 @dataclass(eq=False, kw_only=True)
 class _Load:
-    """One staging buffer in use. `parts`: the copies and sums to make from the buffer once `arrival`, the transfer that
-    fills it, is done."""
+    """One staging buffer in use. `parts`: the copies and sums to make from it once `arrival`, which fills it, is
+    done."""
 
     lease: Lease
     parts: list[GradCopy] = field(default_factory=list)
@@ -458,12 +433,12 @@ class _Load:
 
 @final
 class InFlightGradients:
-    """Sends gradients from the device to their homes, and limits the bytes in flight (gradients with a transfer that
-    has not ended). Used on the driver thread or autograd's."""
+    """Sends gradients from the device to their homes, and limits the bytes in flight (gradients whose transfer has not
+    ended). Driver thread or autograd's."""
 
     def __init__(self, runtime: Runtime, limit_nbytes: int, staging: StagingPool | None, norms: GradNorm) -> None:
-        """`limit_nbytes`: the bytes in flight beyond which autograd waits for the oldest gradients. `staging`: buffers
-        for gradients that are added up in host memory."""
+        """`limit_nbytes`: if more are in flight, autograd waits for the oldest gradients. `staging`: for sums in host
+        memory."""
         self._accelerator, self._recorder, self._ledger = runtime.accelerator, runtime.recorder, runtime.ledger
         self._span = runtime.accelerator.timer(runtime.recorder)
         self._limit_nbytes = limit_nbytes
@@ -479,9 +454,8 @@ class InFlightGradients:
         self._transferred_nbytes = 0
 
     def send(self, gradients: UnitGradients, arrival: Arrival, *, measures: bool) -> None:
-        """Add a gradient to the open batch of its unit. A full batch is sent now, any other with later gradients. If
-        too many bytes are in flight, first wait for the oldest gradients. `measures`: whether to compute the gradient's
-        norm."""
+        """Add a gradient to the open batch of its unit, and send the batch if it is full. If too many bytes are in
+        flight, first wait for the oldest gradients. `measures`: whether to compute the gradient's norm."""
         nbytes, batch = arrival.source.nbytes, self._open
         sums = self._staging if arrival.adds and not arrival.source.is_cpu else None
         if batch is not None and (
@@ -502,7 +476,7 @@ class InFlightGradients:
             self.flush()
 
     def flush(self) -> None:
-        """Send the open batch, which was waiting for more gradients of its unit."""
+        """Send the open batch, if there is one."""
         batch, self._open = self._open, None
         if batch is None:
             return
@@ -514,15 +488,13 @@ class InFlightGradients:
         self._batches.append(batch)
 
     def _measure_on_device(self, batch: GradientBatch) -> None:
-        """Start to compute on the device the norms of the batch's gradients, except of those that are added to earlier
-        ones."""
+        """Start to compute, on the device, the norms of the batch's gradients that replace earlier ones."""
         new = [arrival for arrival in batch.arrivals if not arrival.adds]
         norms = self._norms.on_device([arrival.source for arrival in new])
         batch.gradients.norms.update((arrival.index, norm) for arrival, norm in zip(new, norms, strict=True))
 
     def _bring(self, batch: GradientBatch) -> None:
-        """Launch the copies of a batch. Wait only for gradients that are added up in host memory. Runs on the reduce
-        lane."""
+        """Launch the copies of a batch; wait only for sums in host memory. Runs on the reduce lane."""
         gradients, norms = batch.gradients, batch.gradients.norms
         on_device = not batch.arrivals[0].source.is_cpu
         for arrival in batch.arrivals:
@@ -553,8 +525,7 @@ class InFlightGradients:
                 norms.update(zip(left, self._norms.in_memory(list(left.values())), strict=True))
 
     def receive(self, source: torch.Tensor, target: torch.Tensor, *, adds: bool, divisor: float) -> None:
-        """Divide `source` [n] in place by `divisor`, then copy it to `target`; if `adds`, add it instead. Runs on the
-        reduce lane, which waits for the device only to add in host memory."""
+        """Divide `source` [n] in place by `divisor`, then copy or add it to `target`. Runs on the reduce lane."""
         if source.is_cpu and target.is_cpu:
             copy_or_add(source, target, adds=adds, divisor=divisor)
             return
@@ -569,9 +540,8 @@ class InFlightGradients:
             self._add([GradCopy(index=-1, target=target, source=source, adds=adds)])
 
     def _add(self, copies: Sequence[GradCopy]) -> None:
-        """Make copies and sums in host memory through staging buffers: fill each buffer from the device, wait for it
-        once, then copy or add its parts. With two buffers one is filled while the other is added. Runs on the reduce
-        lane."""
+        """Make copies and sums in host memory through staging buffers: one buffer is filled while another is added.
+        Runs on the reduce lane."""
         coming: deque[_Load] = deque()
         try:
             for parts in self._loads(copies):
@@ -594,8 +564,7 @@ class InFlightGradients:
                 load.lease.release()
 
     def _loads(self, copies: Sequence[GradCopy]) -> Iterator[list[tuple[int, GradCopy]]]:
-        """Divide `copies` into parts that fit into staging buffers. Yield one list for each staging buffer: (the part's
-        first byte in the buffer, part) for each part."""
+        """Cut `copies` into parts, and yield those of each staging buffer: (first byte in the buffer, part)."""
         room = 0 if self._staging is None else self._staging.buffer_nbytes
         parts: list[tuple[int, GradCopy]] = []
         used = 0
@@ -622,16 +591,16 @@ class InFlightGradients:
         coming.popleft().lease.release()
 
     def end_backward(self) -> None:
-        """Wait until at most `limit_nbytes` are in flight, and free all gradients whose transfers have ended. Raises
-        transfer errors."""
+        """Wait until at most `limit_nbytes` are in flight, and free gradients that have arrived. Raises transfer
+        errors."""
         self.flush()
         self._wait(self._limit_nbytes)
         self._free(0, 0)
 
     def wait_all(self) -> None:
-        """Block until every transfer has ended, even those of 0 bytes. If one has failed, raise its error; later
-        transfers may still run then, and the next call waits for them."""
-        self._wait(-1)
+        """Block until every transfer has ended. If one has failed, raise its error; later transfers may still run
+        then."""
+        self._wait(-1)  # -1: also for transfers of 0 bytes
 
     def drain(self) -> None:
         """Wait for every transfer, also after one has failed. Raises the first error."""
@@ -678,21 +647,18 @@ class InFlightGradients:
         self._free(NUM_KEPT, allowed_nbytes - self._in_flight_nbytes)
 
     def _awaited(self, allowed_nbytes: int) -> Transfer:
-        """Return the batch to wait for when more than `allowed_nbytes` are in flight.
-
-        * `allowed_nbytes` is negative, so nothing may stay in flight: the newest batch.
-        * All batches are of one unit: the oldest batch, so that the others go on.
-        * Otherwise: the last batch of the oldest unit."""
-        if allowed_nbytes < 0:
+        """Return the batch to wait for when more than `allowed_nbytes` are in flight."""
+        if allowed_nbytes < 0:  # nothing may stay in flight
             return self._batches[-1]
         oldest = self._batches[0]
-        if oldest.gradients is self._batches[-1].gradients:
+        if oldest.gradients is self._batches[-1].gradients:  # all are of one unit: the others go on
             return oldest
+        # the last batch of the oldest unit
         return next(batch for batch in reversed(self._batches) if batch.gradients is oldest.gradients)
 
     def _free(self, num_kept: int, allowed_nbytes: int) -> None:
-        """Free batches whose transfers have ended, oldest first, until at most `num_kept` of them, and at most
-        `allowed_nbytes` of their bytes, are left. Does not wait."""
+        """Free transferred batches, oldest first, until at most `num_kept` and at most `allowed_nbytes` are left. Does
+        not wait."""
         while len(self._transferred) > num_kept or (self._transferred and self._transferred_nbytes > allowed_nbytes):
             freed = self._transferred.popleft()
             freed.arrivals.clear()

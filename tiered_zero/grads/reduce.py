@@ -1,15 +1,12 @@
 """Average gradients over ranks, in buckets (memory for the gradients of several units), in the order of
 `layout.buckets`.
 
-If each rank keeps only its shard of gradients, or with `overlap_comm`, buckets are reduced in backward; else in step().
-In backward a bucket waits until backward has passed its units. A unit is passed when backward brings no more gradients
-of it; this file decides when that is.
+Buckets are reduced in backward if each rank keeps only its shard of gradients, or with `overlap_comm`; else in step().
+A unit is passed when backward brings no more gradients of it. In backward a bucket waits until all its units are
+passed.
 
-Ranks first agree which buckets to reduce: in backward, those of units that some rank has used in forward; in step(),
-those of units that have gradients on some rank which no bucket has copied yet. Neither this choice nor the place of a
-reduction among gathers ([Note: Places of reductions]) depends on when a gradient or a transfer is complete. The order
-in which gradients are added is in [Note: Order of sums over ranks].
-"""
+Ranks first agree which buckets to reduce. Neither this choice nor the place of a reduction among gathers depends on
+when a gradient or a transfer is complete. See [Note: Places of reductions] and [Note: Order of sums over ranks]."""
 
 from __future__ import annotations
 
@@ -44,13 +41,10 @@ NO_MARK = 1 << 62
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """How gradients are reduced.
-
-    `buckets`: all buckets, in their order. `gathers`: whether every rank gets the whole average; False: only that of
-    its shards. `before`: the divisor of gradients before they are added up. `after`: the divisor of their sums.
-    `dtype`: dtype of the sums; None: the dtype of the gradients. `overlaps`: whether backward goes on while a bucket is
-    reduced. `shards_params`: whether backward gathers parameters between buckets. `in_backward`: whether the last
-    backward of a step reduces whole gradients."""
+    """How gradients are reduced. `buckets`: all, in order. `gathers`: whether every rank gets the whole average, not
+    only its shards. `before`, `after`: the divisors of gradients and of their sums. `dtype`: of the sums; None: that of
+    the gradients. `overlaps`: whether backward goes on while a bucket is reduced. `shards_params`: whether backward
+    gathers parameters. `in_backward`: whether the last backward of a step reduces whole gradients."""
 
     buckets: Sequence[Bucket]
     gathers: bool
@@ -67,26 +61,20 @@ class GradientReducer:
     """Averages the gradients of all ranks, bucket by bucket. Used on the driver thread, or on autograd's while the
     driver waits.
 
-    Afterwards each rank's shard of a unit's flat holds the average. `present` of every unit is then the union over
-    ranks: if a rank's backward has not reached a parameter, its gradient on that rank counts as zeros.
+    Afterwards each rank's shard of a unit's flat holds the average. A parameter with a gradient on any rank then has
+    one on all: ranks without it add zeros.
 
-    [Note: Gradients of shards] If each rank keeps only its shards of gradients, every backward reduces. Buckets are
-    reduced in order, while backward goes on:
-    * If parameters are whole, a bucket is reduced once this rank's gradients of its units are complete. A unit that
-      this rank's forward has not used is complete at once, with zeros.
-    * If backward gathers parameters, a bucket is reduced once backward has passed its units ([Note: Places of
-      reductions]).
+    [Note: Gradients of shards] If each rank keeps only its shards of gradients, every backward reduces buckets, in
+    order:
+    * If parameters are whole, a bucket is reduced once this rank's gradients of its units are complete.
+    * If backward gathers parameters, a bucket is reduced once backward has passed its units.
     * When backward ends, the remaining buckets are reduced as they are.
 
-    A gradient may come after its unit's bucket was reduced, if the unit was not noticed in forward, or if the parameter
-    had no gradient before. Such a gradient waits for step() or for the next backward, which reduces it first. If no
-    memory for a bucket is free, the bucket waits for the oldest bucket, which every rank has started before.
+    A gradient that comes after its bucket waits for step(), or for the next backward, which reduces it first.
 
     [Note: Whole gradients in backward] With `overlap_comm` and gradients on the device, the last backward of a step
-    reduces in the same way. It reduces whole gradients: flats that hold the sum over micro-batches. This rank's shard
-    of a reduced unit then holds the average. Later gradients of the unit wait as gradients of shards do, and their
-    average is added.
-    """
+    reduces in the same way, from flats that hold sums over micro-batches. This rank's shard of a reduced unit then
+    holds the average. Later gradients wait as above, and their average is added."""
 
     def __init__(
         self,
@@ -96,8 +84,8 @@ class GradientReducer:
         memory: Sequence[torch.Tensor],
         reduction: Reduction,
     ) -> None:
-        """`units`: the gradients of all trainable units, in static order. `memory`: arrays, [n] uint8, that each hold
-        one bucket while it is reduced."""
+        """`units`: the gradients of all trainable units, in static order. `memory`: arrays, [n] uint8, for one bucket
+        each."""
         self._store = store
         self._units = {each.unit.index: each for each in units}
         self._runtime = runtime
@@ -120,8 +108,7 @@ class GradientReducer:
         self._adding: frozenset[int] = frozenset()
         """Indices in `_receiving` of units that hold sums of earlier reductions of this step."""
         self._sources: dict[int, Mapping[int, torch.Tensor]] = {}
-        """Unit index -> parameter index -> this rank's gradient [numel], from which the unit's buckets are filled. Made
-        with the unit's first bucket; a later gradient waits in `UnitGradients.waiting`."""
+        """Unit index -> parameter index -> this rank's gradient [numel], from which the unit's buckets are filled."""
         self.uses = UnitUses()
         """Decides when a bucket is reduced if parameters are whole. Its marks must call `pass_mark`."""
         self.order = UseOrder()
@@ -145,8 +132,7 @@ class GradientReducer:
     # -- in backward ---------------------------------------------------------------------------------------------------
 
     def note_backward(self, index: int) -> None:
-        """Record that a backward begins to use a gathered unit. Reduce the next buckets, as long as backward has passed
-        all their units. Called while a backward that reduces is open."""
+        """Record that a backward begins to use a gathered unit, and reduce the next buckets whose units are passed."""
         self.order.note_backward(index)
         while self._queue and not any(map(self.order.is_awaited, self._queue[0].units)):
             self._reduce(self._queue.popleft())
@@ -157,9 +143,9 @@ class GradientReducer:
         return self.is_sharded or self._reduction.in_backward
 
     def begin_backward(self, *, is_last: bool) -> None:
-        """Agree with the other ranks on the units that this backward reduces. Do nothing inside another backward (where
-        autograd recomputes a forward), or if step() reduces. `is_last`: whether this is the step's last backward; equal
-        on every rank. Raises RankError if another rank makes another call."""
+        """Agree with the other ranks which units this backward reduces. Do nothing inside another backward, or if
+        step() reduces. `is_last`: whether it is the step's last backward. Raises RankError if ranks make different
+        calls."""
         if self.is_open or not (self.is_sharded or (is_last and self._reduction.in_backward)):
             return
         self.is_open = True
@@ -184,15 +170,13 @@ class GradientReducer:
         self.order.begin_backward(index for index in self._bucket_order if index in self._receiving)
 
     def pass_mark(self, mark: UseMark) -> None:
-        """Record that the backward has reached a mark that `uses` has set, and reduce the next buckets that are
-        complete."""
+        """Record that the backward has reached a mark of `uses`, and reduce the next buckets that are complete."""
         self.uses.meet(mark)
         self.reduce_complete()
 
     def reduce_complete(self) -> None:
-        """Reduce the next buckets, in order, up to the first one that still waits for gradients of this rank. Called
-        when a gradient has come. If backward gathers parameters, do nothing: `note_backward` then reduces."""
-        if self.shards_params:
+        """Reduce the next buckets, in order, up to the first one that waits for gradients of this rank."""
+        if self.shards_params:  # `note_backward` reduces
             return
         while self._queue and all(map(self._is_complete, self._queue[0].units & self._receiving)):
             self._reduce(self._queue.popleft())
@@ -217,13 +201,12 @@ class GradientReducer:
         return index in self._sources or self.uses.is_complete(self._units[index])
 
     def _waits_apart(self, index: int) -> bool:
-        """Return where buckets find the unit's gradients: in `UnitGradients.waiting` (True), or in the unit's flat
-        (False)."""
+        """Return whether buckets find the unit's gradients in `UnitGradients.waiting`, not in the unit's flat."""
         return self._units[index].shard is not None or index in self._adding
 
     def _receive_next(self, units: Iterable[int]) -> None:
-        """Set the units that get averages from the next reductions, by index. Other units in the same buckets are
-        reduced as zeros, and their gradients stay as they are."""
+        """Set the units, by index, that get averages from the next reductions. Other units of their buckets are reduced
+        as zeros."""
         self._receiving = frozenset(units)
         self._adding = frozenset(index for index in self._receiving if self._units[index].num_sums)
 
@@ -241,9 +224,9 @@ class GradientReducer:
         max_norm: float,
         group_values: Sequence[Mapping[str, str]] = (),
     ) -> GradCheck:
-        """Reduce the gradients of this step that are not reduced yet, and check the averages. Every rank gets the same
-        result. `group_values`: the option values of each param group. Raises RankError if `micro_steps`, `global_steps`
-        or `group_values` differ between ranks."""
+        """Reduce the gradients of this step that are not reduced yet, and check the averages. The result is equal on
+        all ranks. Raises RankError if ranks are at different steps, or have different `group_values`, the values of
+        param groups."""
         with self._runtime.recorder.span("compute", "reduce_ranks"):
             self._is_last = True
             self._reduce_all(self._agree_on_presence(micro_steps, global_steps))
@@ -260,9 +243,8 @@ class GradientReducer:
         return check_squares(squares, self._names.get(bad), loss_scale, max_norm)
 
     def _sum_squares(self) -> tuple[float, int]:
-        """Return the fp64 sum of squares of the averaged gradients in this rank's shards, and the index of the first
-        parameter whose gradient is not finite (or NONE_BAD). Squares that were summed on arrival are used; the others
-        are computed here. The host waits for the device, once for all of them."""
+        """Return the fp64 sum of squares of the averages in this rank's shards, and the index of the first parameter
+        whose gradient is not finite (or NONE_BAD). The host waits for the device once."""
         found: list[tuple[int, list[torch.Tensor]]] = []
         for each in self._units.values():
             if not each.present:
@@ -285,8 +267,8 @@ class GradientReducer:
         return total, bad
 
     def _agree_on_presence(self, micro_steps: int, global_steps: int) -> frozenset[int]:
-        """Agree with the other ranks which parameters have a gradient and which units hold sums of several backwards.
-        Return the units that step() reduces: those with gradients, on some rank, that no bucket has copied yet."""
+        """Agree with the other ranks which parameters have a gradient, and which units hold sums of several backwards.
+        Return the units with gradients, on some rank, that no bucket has copied yet."""
         entries = [(each, entry) for each in self._units.values() for entry in each.unit.entries]
         flags = [entry.param.index in each.present for each, entry in entries]
         units = self._units.values()
@@ -318,9 +300,8 @@ class GradientReducer:
     def _agree(self, call: tuple[bytes, int, int], flags: Sequence[bool]) -> list[bool]:
         """Exchange `flags` with all ranks. Return for each flag whether any rank has set it.
 
-        `call`: what this rank calls: (_STEP, step number, micro-batch), or (_BACKWARD, step number, number of the
-        backward in the step). Raises RankError on every rank if two ranks make different calls, or have added up
-        different numbers of reductions in this step."""
+        `call`: (_STEP, step, micro-batch), or (_BACKWARD, step, number of the backward). Raises RankError on every rank
+        if two ranks make different calls, or have added up different numbers of reductions."""
         kind, number, part = call
         bits = sum(flag << place for place, flag in enumerate(flags))
         packed = bits.to_bytes((len(flags) + 7) // 8, "little")
@@ -341,11 +322,9 @@ class GradientReducer:
         return [bool(either >> place & 1) for place in range(len(flags))]
 
     def _add_squares(self, squares: float, bad: int, group_values: bytes) -> tuple[float, int]:
-        """Exchange `squares` and `bad` with all ranks. Return the sum of all `squares`, added in rank order, and the
-        lowest `bad`. `bad`: the index of this rank's first parameter whose gradient is not finite, or NONE_BAD.
-
-        `group_values`: this rank's values of the param groups, as JSON. Raises RankError if ranks have different
-        values."""
+        """Return the sum of all ranks' `squares`, added in rank order, and the lowest `bad` (a parameter's index, or
+        NONE_BAD). `group_values`: the values of param groups, as JSON. Raises RankError if they differ between
+        ranks."""
         message = _SQUARES.pack(squares, bad, crc32(group_values))
         found = [_SQUARES.unpack(each) for each in self._collectives.exchange(message, "the gradient norm")]
         if len({values for _, _, values in found}) > 1:
@@ -386,16 +365,16 @@ class GradientReducer:
             self._memory.finish_all()
 
     def _dtype(self, bucket: Bucket) -> torch.dtype:
-        """Return the dtype in which a bucket is reduced. If `Reduction.dtype` is None, it is fp32 if any unit of the
-        bucket has sums of several backwards on some rank, and the dtype of the bucket's units otherwise."""
+        """Return the dtype of the bucket's sums: `Reduction.dtype`, if it is set. Else fp32 if any rank has sums of
+        several backwards, or the dtype of the units."""
         if self._reduction.dtype is not None:
             return self._reduction.dtype
         own: torch.dtype = bucket.parts[0].unit.dtype
         return torch.float32 if bucket.units & self._wide else own
 
     def _pack(self, bucket: Bucket, packed: torch.Tensor) -> None:
-        """Fill a bucket with this rank's gradients, divided by `Reduction.before`. Parameters without a gradient get
-        zeros."""
+        """Fill a bucket with this rank's gradients, divided by `Reduction.before`; with zeros where there is no
+        gradient."""
         for part in bucket.parts:
             index, is_apart = part.unit.index, self._waits_apart(part.unit.index)
             if part.is_first and index in self._receiving and not is_apart:
@@ -407,8 +386,7 @@ class GradientReducer:
                 self._store.free_taken(sources)
 
     def _fill(self, out: torch.Tensor, unit: Unit, span: range, sources: Mapping[int, torch.Tensor]) -> None:
-        """Fill `out` with elements `span` of the unit's gradients. `sources`: parameter index -> gradient [numel];
-        parameters that are not in it get zeros."""
+        """Fill `out` with elements `span` of the unit's gradients. Parameters that are not in `sources` get zeros."""
         position = span.start
         for entry in unit.entries:
             first, stop = max(entry.start, span.start), min(entry.stop, span.stop)
@@ -429,8 +407,8 @@ class GradientReducer:
         torch.div(values, self._reduction.before, out=out)
 
     def _receive(self, bucket: Bucket, packed: torch.Tensor, done: Transfer) -> Transfer:
-        """Start to move the sums of a bucket from `packed` to their homes, after its reduction `done` has ended. Return
-        the last of these transfers, which complete in order."""
+        """Start to move a bucket's sums from `packed` to their homes, after its reduction `done`. Return the last
+        transfer."""
         rank = self._collectives.rank
         for part in bucket.parts:
             if part.unit.index not in self._receiving:
@@ -451,7 +429,7 @@ class GradientReducer:
                     measures=owner == rank and (self._is_last or self._memory.on_device),
                 )
             each.num_sums += part.is_first
-        return done
+        return done  # transfers complete in order
 
 
 def _on_host(numbers: Sequence[torch.Tensor]) -> list[float]:
@@ -463,9 +441,8 @@ def _on_host(numbers: Sequence[torch.Tensor]) -> list[float]:
 
 @final
 class BucketMemory:
-    """The memory of buckets: arrays [n] uint8. Each is free, or holds a bucket while the bucket is reduced. If none is
-    free, the next bucket waits for the oldest one; this limits the memory that gradients take on the device. Used on
-    the thread of the reducer."""
+    """The memory of buckets: arrays [n] uint8. Each is free, or holds a bucket while the bucket is reduced. Their
+    number limits the memory that gradients take on the device. Used on the thread of the reducer."""
 
     def __init__(self, memory: Sequence[torch.Tensor], runtime: Runtime) -> None:
         self._runtime = runtime
@@ -477,12 +454,12 @@ class BucketMemory:
     def take(self) -> torch.Tensor:
         """Return an array for one bucket; if none is free, wait for the oldest bucket."""
         if not self._free:
-            self._finish_oldest()
+            self._finish_oldest()  # every rank has started to reduce it
         return self._free.popleft()
 
     def hold(self, memory: torch.Tensor, received: Transfer) -> None:
-        """Keep the array `memory` of one bucket in use until the transfer `received` is complete: then the sums of the
-        bucket are at their homes."""
+        """Keep `memory`, a bucket's array, in use until `received` is complete: the bucket's sums are then at their
+        homes."""
         self._under_way.append((memory, received))
 
     def finish_all(self) -> None:
@@ -491,12 +468,11 @@ class BucketMemory:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        """Wait until the sums of the oldest bucket are at their homes, and free its array. On a device only the stream
-        of compute waits, because compute fills the array next."""
+        """Wait until the sums of the oldest bucket are at their homes, and free its array."""
         memory, received = self._under_way.popleft()
         with self._runtime.recorder.span("compute", "wait_grad"):
             if self.on_device:
-                self._runtime.accelerator.wait_on_compute(received)
+                self._runtime.accelerator.wait_on_compute(received)  # compute fills the array next
             else:
                 received.wait()
         self._free.append(memory)
@@ -509,8 +485,8 @@ def _text(call: tuple[bytes, int, int, int], counts: bool) -> str:
 
 
 def _other_values(messages: Sequence[bytes]) -> RankError:
-    """Return the error for a value of param groups that differs between ranks. `messages`: for each rank, the values of
-    its param groups as JSON."""
+    """Return the error for a value of param groups that differs between ranks. `messages`: each rank's values, as
+    JSON."""
     ranks = [json.loads(message) for message in messages]
     for index, groups in enumerate(zip(*ranks, strict=True)):
         for name in groups[0]:
@@ -529,10 +505,8 @@ def _other_values(messages: Sequence[bytes]) -> RankError:
 
 @final
 class UseMark:
-    """A hook on an input of one call of a module. It exists as long as the graph that autograd recorded of the call.
-
-    `number`: its place in the order of calls. `is_met`: whether a backward has reached the hook. `on_met`: called when
-    a backward reaches the hook."""
+    """A hook on an input of one call of a module. It exists as long as the graph of the call. `number`: its place in
+    the order of calls. `is_met`: whether a backward has reached it."""
 
     __torch_unserializable__ = True  # users may save a tensor that has the hook
 
@@ -547,19 +521,17 @@ class UseMark:
 
 @final
 class UnitUses:
-    """Decides when backward has passed a unit, which means that it brings no more gradients of the unit. Some of the
-    unit's parameters may get no gradient. For parameters that are whole on each rank. Used on the driver thread or
-    autograd's.
+    """Decides when backward has passed a unit, which means that it brings no more gradients of the unit. For parameters
+    that are whole on each rank. Used on the driver thread or autograd's.
 
-    [Note: Marks of uses] Autograd runs nodes in the reverse order of forward if it can. So the gradient of a module's
-    input is complete after all gradients of the module's parameters, and a hook on the input runs after all of them.
-    `note` puts such a hook, a mark, on an input of each call of a module that owns units. When backward meets a mark,
-    it has passed that call and all later ones, including those that the loss does not depend on. So a unit is passed
-    when backward has met or passed the marks of all its calls.
+    [Note: Marks of uses] Autograd runs nodes in the reverse order of forward if it can. So a hook on a module's input
+    runs after all gradients of the module's parameters. `note` puts such a hook, a mark, on an input of each call of a
+    module that owns units. A backward that meets a mark has passed that call and all later ones. A unit is passed when
+    backward has passed all of its calls.
+
     There is no mark if a call has no input that autograd has computed (token ids), or if a parameter is used outside of
     its module. The unit is then passed once all of its parameters that ever had a gradient have one. A gradient that
-    comes later all the same waits in the gradient store, which only costs memory and time.
-    """
+    comes later waits in the gradient store, which costs only memory and time."""
 
     def __init__(self) -> None:
         self._numbers = count()
@@ -574,7 +546,7 @@ class UnitUses:
 
     def note(self, units: Iterable[Unit], inputs: Sequence[Any], on_met: Callable[[UseMark], None]) -> None:
         """Record that the forward of a module that owns `units` begins, and put a mark on one of its arguments
-        `inputs`. When a backward reaches the mark, `on_met` is called with it."""
+        `inputs`. A backward that reaches the mark calls `on_met`."""
         indices = [unit.index for unit in units]
         # an input that autograd has computed: hooks of leaves do not run in the order of forward
         marked = next((each for each in inputs if isinstance(each, torch.Tensor) and each.grad_fn is not None), None)
@@ -629,20 +601,18 @@ class UseOrder:
     gathered in backward. Used on the driver thread, or on autograd's while the driver waits.
 
     [Note: Places of reductions] At stage 3 gathers and reductions are collectives of one group, so every rank must make
-    them in one order. All ranks gather the same units in the same order ([Note: Order of gathers]). But which gradients
-    come, and when, depends on the rank, for example on its experts. So a unit's buckets are reduced when backward
-    begins to use another unit, before that unit's gather. Gradients that have not come by then wait for the next
-    backward.
-    A unit is passed once backward has used it as often as forward did and uses another one. If backward does not use a
-    unit, because the loss does not depend on its module, the unit is passed together with the next one in the order of
-    buckets. Some units are not passed before backward ends: those that forward used first, and those that backward uses
-    in another order. Their buckets are reduced at the end of backward.
-    """
+    them in one order. All ranks gather units in the same order ([Note: Order of gathers]). But which gradients come,
+    and when, depends on the rank, for example on its experts. So a unit's buckets are reduced when backward begins to
+    use another unit, before that unit's gather. Gradients that come later wait for the next backward.
+
+    A unit is passed once backward has used it as often as forward did and uses another one. A unit that backward does
+    not use is passed together with the next one in the order of buckets. The buckets of all other units are reduced at
+    the end of backward."""
 
     def __init__(self) -> None:
         self._left: Counter[int] = Counter()
-        """Unit index -> the number of uses in forward that no backward has repeated; has a key for each unit used since
-        the last step()."""
+        """Unit index -> uses in forward that no backward has repeated. Has a key for each unit used since the last
+        step()."""
         self._awaited: deque[int] = deque()
         """Indices of units that this backward reduces and has not passed, in the order of buckets."""
         self._used: set[int] = set()

@@ -1,5 +1,4 @@
-"""Store the gradients of a step between autograd's hooks and the update: add them up, show them as `param.grad`, and
-compute their norms."""
+"""Store the gradients of a step between autograd's hooks and the update, and show them as `param.grad`."""
 
 from __future__ import annotations
 
@@ -53,11 +52,7 @@ _CHANGED_GRADIENT = (
 
 class GradientStore:
     """Takes each gradient from autograd, and copies or adds it to its home, on the device, in host memory or on NVMe.
-
-    The stream of compute adds gradients on the device; the reduce lane copies and adds those in host memory. A gradient
-    first waits for the unit's last update, which may still read the unit's earlier gradients. Used on the driver thread
-    or autograd's.
-    """
+    Used on the driver thread or autograd's."""
 
     def __init__(
         self,
@@ -69,18 +64,15 @@ class GradientStore:
         norms: GradNorm,
         overflow: OverflowGuard,
     ) -> None:
-        """`params`: trainable parameter -> its unit and its place there. `units`: the gradients of each unit.
-        `in_flight`: moves gradients from the device to host memory. `overflow`: has the loss scale; gradients at their
-        homes are multiplied by it."""
+        """`params`: trainable parameter -> its unit and its place there. `overflow`: has the loss scale, which
+        gradients at their homes still contain."""
         self._units = {gradients.unit.index: gradients for gradients in units}
         self._places = {param: (self._units[unit.index], entry) for param, (unit, entry) in params.items()}
-        """Parameter -> its unit's gradients and its place in the unit. Parameters without elements are not in it: no
-        unit holds them."""
+        """Parameter -> its unit's gradients and its place in the unit. Parameters without elements are not in it."""
         self._storages = {storage for each in self._units.values() for storage in each.storages()}
         """The identities of the memory of all homes, to recognize views of them."""
         self._windows = {each.paged.windows for each in self._units.values() if each.paged is not None}
-        """The windows of gradients that rest on NVMe: buffers in host memory that each hold one unit's gradients while
-        they are changed or read."""
+        """The windows (buffers in host memory) of gradients that rest on NVMe."""
         self._inventory, self._in_flight = inventory, in_flight
         self._norms, self._overflow = norms, overflow
         self._accelerator, self._recorder, self._ledger = runtime.accelerator, runtime.recorder, runtime.ledger
@@ -98,14 +90,13 @@ class GradientStore:
     # -- filling -----------------------------------------------------------------------------------------------------
 
     def begin_backward(self, *, is_last: bool) -> None:
-        """Begin a backward. `is_last`: whether it is the step's last one. In the last one, norms are computed while
-        gradients are transferred. In an earlier one they are not, because a later backward would change the
-        gradients."""
+        """Begin a backward. `is_last`: whether it is the step's last one. Norms are computed on arrival only in the
+        last one."""
         self._measures_norms = is_last
 
     def accumulate(self, param: nn.Parameter) -> Unit | None:
         """Move the gradient that autograd has left on `param` to its home, and add it to earlier ones of this step.
-        Return the parameter's unit if it now has all gradients of this backward; else None."""
+        Return the unit if it now has all gradients of this backward; else None."""
         with torch._C.DisableTorchFunctionSubclass():
             grad: torch.Tensor | None = GRAD_SLOT.__get__(param)
             GRAD_SLOT.__set__(param, None)
@@ -132,8 +123,7 @@ class GradientStore:
         return unit
 
     def _store(self, gradients: UnitGradients, entry: FlatEntry, source: torch.Tensor) -> None:
-        """Copy or add `source`, a parameter's gradient [numel], to its home. For homes that hold all of the unit's
-        gradients, not a shard."""
+        """Copy or add `source`, a gradient [numel], to its home. For homes that hold all of the unit's gradients."""
         index = entry.param.index
         if not gradients.arrived:  # else the unit's first gradient of this backward has waited already
             self.wait_update(gradients.unit)
@@ -155,8 +145,8 @@ class GradientStore:
             gradients.flat[place].copy_(source)
 
     def _keep_waiting(self, gradients: UnitGradients, entry: FlatEntry, source: torch.Tensor) -> None:
-        """Keep `source`, this rank's gradient [numel] of a parameter, on the device until a bucket (memory for a
-        reduction) copies it. If one is kept already, replace it by their fp32 sum."""
+        """Keep `source`, a gradient [numel], on the device until a bucket copies it. If one waits already, add them in
+        fp32."""
         waiting, index = gradients.waiting, entry.param.index
         if index in waiting:
             total = waiting[index].to(torch.float32) + source
@@ -167,8 +157,7 @@ class GradientStore:
         waiting[index] = source
 
     def free_taken(self, taken: Mapping[int, torch.Tensor]) -> None:
-        """Count the memory of `taken` as free. `taken`: gradients from `UnitGradients.waiting` that buckets have
-        copied."""
+        """Count the memory of `taken`, gradients that buckets have copied, as free."""
         self._ledger.discharge("device", "gradient_in_flight", sum(source.nbytes for source in taken.values()))
 
     def receive(
@@ -182,16 +171,12 @@ class GradientStore:
         divisor: float = 1.0,
         measures: bool = False,
     ) -> Transfer:
-        """Start to move reduced gradients to elements `span` of their unit's flat, and return the transfer. All
-        gradients of shards arrive by this call, on the driver thread or autograd's.
+        """Start to move reduced gradients to elements `span` of their unit's flat, and return the transfer. Driver
+        thread or autograd's.
 
-        `source`: the gradients, [n]. They are complete once `after` is done, and are read until the returned transfer
-        is done. `adds`: True adds `source` in fp32 to the sums of earlier reductions of this step; False replaces these
-        sums. `divisor`: `source` is first divided by it, in place.
-
-        `measures`: whether to sum the squares of the new gradients for the norm. For a `source` in host memory they are
-        summed from the home. For a `source` on the device they are summed from `source`, and only if `adds` is False.
-        """
+        `source`: [n], complete once `after` is done, and read until the returned transfer is done. `adds`: add it in
+        fp32 to earlier reductions of this step. `divisor`: divides `source` first, in place. `measures`: also sum the
+        squares of the new gradients, unless a `source` on the device is added."""
         unit, squares = gradients.unit, gradients.squares
         self.wait_update(unit)
         if adds:
@@ -213,11 +198,9 @@ class GradientStore:
         return gradients.last
 
     def show_sum(self, param: nn.Parameter) -> None:
-        """Add the gradient at its home to `param.grad`. The user's hooks then see the sum, as in plain PyTorch, and
-        what they leave in `param.grad` replaces the gradient at its home.
-
-        If ranks keep only shards of the unit's gradients, or if these were reduced already, `param.grad` stays as it
-        is: this rank's gradient of this backward."""
+        """Add the gradient at its home to `param.grad`, so that the user's hooks see the sum, as in plain PyTorch. If
+        the unit's gradients are sharded or reduced already, `param.grad` stays this rank's gradient of this
+        backward."""
         with torch._C.DisableTorchFunctionSubclass():
             grad: torch.Tensor | None = GRAD_SLOT.__get__(param)
         if grad is None or (place := self._places.get(param)) is None:
@@ -231,15 +214,14 @@ class GradientStore:
         gradients.wait_transfers()
         with gradients.opened() as flat:
             total = entry.param.view(flat[entry.start : entry.stop]).to(grad.device) + grad
-        gradients.present.discard(entry.param.index)
+        gradients.present.discard(entry.param.index)  # what the hooks leave in `param.grad` replaces it
         with torch._C.DisableTorchFunctionSubclass():
             if total.dtype != param.dtype:
                 param.grad_dtype = None  # the sum is fp32
             GRAD_SLOT.__set__(param, total)
 
     def finish_transfers(self) -> None:
-        """Free all gradients on the device whose transfers have ended. Called at the end of a backward. Raises transfer
-        errors."""
+        """Free gradients on the device that have arrived. Called at the end of a backward. Raises transfer errors."""
         self._in_flight.end_backward()
         for gradients in self._units.values():
             if gradients.shown:  # users may hold views of the flat
@@ -266,8 +248,8 @@ class GradientStore:
             windows.finish_writes()
 
     def promote(self, gradients: UnitGradients, why: str = _SECOND_BACKWARD) -> None:
-        """Convert the unit's gradients to fp32. A second backward in one step needs this, because a 16-bit sum would
-        round. `why`: the warning to log when memory beyond the plan is first used."""
+        """Convert the unit's gradients to fp32: a 16-bit sum would round. `why`: the warning to log when memory beyond
+        the plan is first used."""
         if gradients.flat.dtype == torch.float32:
             return
         if gradients.paged is not None:
@@ -295,8 +277,8 @@ class GradientStore:
         self._storages |= gradients.storages()
 
     def freeze(self, unit: Unit, into: StepGradients) -> None:
-        """Pass a unit's gradients to `into`, for an update that begins in backward. From then on, a further gradient of
-        the unit in this step raises ModelError."""
+        """Pass a unit's gradients to `into`, for an update that begins in backward. A further gradient of the unit in
+        this step raises ModelError."""
         gradients = self._units[unit.index]
         self.store_shown(gradients)
         gradients.expire_views()
@@ -304,26 +286,25 @@ class GradientStore:
         gradients.frozen = True
 
     def keep(self, unit: Unit) -> None:
-        """Keep a unit's gradients in host memory until the running update has read them, instead of writing them to
-        disk. Do nothing if their home is not NVMe."""
+        """If a unit's gradients rest on NVMe, keep them in host memory until the running update has read them."""
         if (flat := self._units[unit.index].paged) is not None:
             self._accelerator.lane("reduce").submit(partial(flat.windows.keep, flat), waits=False)
 
     def detach_step(self) -> StepGradients:
-        """Return this step's gradients for its update, and begin the next step without gradients. The update reads the
-        returned gradients in place, so the next gradient of a unit must not go to the same flat. It goes to the unit's
-        spare flat; if there is none, it waits for the unit's update."""
+        """Return this step's gradients for its update, which reads them in place. Begin the next step without
+        gradients."""
         step = StepGradients()
         for gradients in self._units.values():
             step.shares[gradients.unit.index] = gradients.share()
             gradients.clear()
+            # without a spare flat, the next gradient waits for the update
             if gradients.spare is not None or gradients.paged_spare is not None:
                 gradients.swap()
         return step
 
     def discard(self) -> None:
-        """Wait until all transfers have ended, then drop this step's gradients, also those that a failed backward left
-        on parameters. Raises the first transfer error."""
+        """Wait for all transfers, then drop this step's gradients, also those that are still on parameters. Raises the
+        first transfer error."""
         try:
             self._in_flight.drain()
             for gradients in self._units.values():
@@ -343,8 +324,7 @@ class GradientStore:
         self._in_flight.clear()
 
     def zero(self) -> None:
-        """Set to 0, not to None, all gradients of this step, and those that earlier steps have set since gradients were
-        last set to None."""
+        """Set to 0 all gradients of this step, and of earlier steps since gradients were last set to None."""
         for gradients in self._units.values():
             if gradients.present or gradients.earlier or gradients.num_sums:
                 self.wait_update(gradients.unit)
@@ -369,9 +349,8 @@ class GradientStore:
         return any(map(_PRESENT, self._units.values()))
 
     def serve(self) -> None:
-        """Make `param.grad` of trainable parameters read and assign the gradient at its home: for a guarded parameter
-        always, for a parameter in use only while `is_shown`. While it is not shown, `param.grad` of a parameter in use
-        is autograd's own attribute."""
+        """Make `param.grad` read and assign the gradient at its home: for guarded parameters always, for those in use
+        while `is_shown`."""
         set_gradient_home(self._places, self)
 
     def show(self) -> None:
@@ -384,32 +363,23 @@ class GradientStore:
         self.is_shown = False
 
     def set_hidden(self, updates_in_backward: bool = False) -> None:
-        """Set whether reading or assigning `param.grad` raises ModelError from now on. It raises if there are several
-        ranks, or if `updates_in_backward`.
-
-        `updates_in_backward`: whether updates begin in the running backward. In the first step they begin later; the
-        caller passes True there too, so that `param.grad` behaves alike in all steps."""
+        """Set whether users' access to `param.grad` raises ModelError: with several ranks, or if
+        `updates_in_backward`."""
         self._hidden = _HIDDEN_BY_UPDATE if updates_in_backward else self._hidden_by_ranks
 
     def read(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Return what `param.grad` is between backward and step(): a live view of the gradient's home, which users may
-        change in place; None without a gradient. Wait until the gradient is at its home.
-
-        With a loss scale the result is an unscaled fp32 copy instead; for a home on NVMe it is a copy too. The home
-        gets a user's changes of a copy later. Raises ModelError while `set_hidden` hides gradients. Called on the
-        driver thread."""
+        """Return what `param.grad` is between backward and step(): a live view of the gradient's home; None without a
+        gradient. With a loss scale it is an unscaled fp32 copy instead; on NVMe it is a copy. Changes of a copy reach
+        the home later. Raises ModelError while gradients are hidden. Driver thread."""
         if (place := self._places.get(param)) is None or place[1].param.index not in place[0].present:
             return None
         self._refuse_if_hidden(place[1])
         return place[0].show(place[1], self._overflow.loss_scale)
 
     def assign(self, param: nn.Parameter, value: torch.Tensor | None) -> None:
-        """Make `value` the gradient of `param`, as the user's `param.grad = value`; None drops the gradient. `value`
-        itself is the gradient until the next backward or step() copies it to the gradient's home.
-
-        `value` must have the parameter's shape, and the dtype and device of the parameter or of the gradient's home.
-        With a loss scale, `value` must be the gradient of the loss before it was scaled, and may be fp32. Raises
-        ModelError for other tensors, and while gradients are hidden. Called on the driver thread."""
+        """Make `value` the gradient of `param`, as `param.grad = value` does; None drops the gradient. With a loss
+        scale, `value` is the unscaled gradient, and may be fp32. Raises ModelError if its shape, dtype or device does
+        not fit, and while gradients are hidden. Driver thread."""
         if (place := self._places.get(param)) is None:
             return
         gradients, entry = place
@@ -441,8 +411,7 @@ class GradientStore:
         gradients.assign(entry, value)
 
     def collect_assigned(self) -> None:
-        """Copy each gradient that users have assigned to `param.grad` to its home, also if they did so during forward
-        or backward. Called before a step."""
+        """Copy each gradient that users have assigned or changed to its home. Called before a step."""
         for param, grad in self.take_unstored():
             self.assign(param, grad)
         for gradients in self._units.values():
@@ -459,8 +428,8 @@ class GradientStore:
         return {param: grad for param, grad in found.items() if grad is not None}
 
     def store_shown(self, gradients: UnitGradients) -> None:
-        """Copy to their homes the gradients of a unit that users have set: tensors that they assigned, and copies that
-        they got as `param.grad` and changed in place."""
+        """Copy to their homes the gradients of a unit that users have assigned, and the copies that they have
+        changed."""
         for entry in gradients.unit.entries if self._hidden is not None else ():
             if entry.param.index in gradients.assigned:
                 self._refuse_if_hidden(entry)
@@ -474,8 +443,7 @@ class GradientStore:
                 gradients.replace(entry, value if scale == 1.0 else value.to(torch.float32) * scale)
 
     def take_unstored(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Return the gradients that are in autograd's own attributes, because no hook has moved them to their homes.
-        Set these attributes to None."""
+        """Return the gradients that no hook has moved to their homes, and remove them from the parameters."""
         found = []
         with torch._C.DisableTorchFunctionSubclass():
             for param in self._places:
@@ -493,15 +461,14 @@ class GradientStore:
     # -- norms -------------------------------------------------------------------------------------------------------
 
     def norms(self) -> Sequence[tuple[ParamSpec, Norm]]:
-        """Return each parameter with a gradient and the norm of the gradient, in the order of `model.parameters()`.
-        Computes the norms that were not computed on arrival."""
+        """Return each parameter with a gradient and the norm of the gradient, in the order of `model.parameters()`."""
         found = self._found()
         norms: dict[int, Norm] = {}
         missing: dict[int, torch.Tensor] = {}
         on_device: dict[int, torch.Tensor] = {}
         for gradients, entry in found:
             index = entry.param.index
-            if index not in gradients.norms or index in gradients.shown:  # a user may have changed the gradient
+            if index not in gradients.norms or index in gradients.shown:  # changed by a user, perhaps by .data
                 if gradients.paged is not None:
                     assert not gradients.frozen, "measured on arrival: the update frees it"
                     with gradients.opened() as flat:
@@ -519,8 +486,8 @@ class GradientStore:
         ]
 
     def _found(self) -> list[tuple[UnitGradients, FlatEntry]]:
-        """Return (the unit's gradients, the parameter's entry) for each parameter with a gradient in this step, in the
-        order of `model.parameters()`."""
+        """Return (the unit's gradients, entry) of each parameter with a gradient, in the order of
+        `model.parameters()`."""
         found = {}
         for gradients in self._units.values():
             for entry in gradients.unit.entries:
@@ -541,8 +508,7 @@ class GradientStore:
 
 
 def _sum_nbytes(gradients: UnitGradients) -> int:
-    """Return the number of bytes of the unit's gradients as fp32 sums; 0 for an fp32 unit, whose gradients need no
-    conversion."""
+    """Return the bytes of the unit's gradients as fp32 sums; 0 for an fp32 unit, which needs no conversion."""
     if gradients.unit.dtype == torch.float32:
         return 0
     return 4 * gradients.flat.numel() * (1 if gradients.spare is None else 2)
