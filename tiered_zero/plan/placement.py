@@ -1,5 +1,4 @@
-"""Choose the tier of every unit, sub-group and gradient, list their slots, and count the bytes that a step writes to
-nvme."""
+"""Choose the tier of every unit, sub-group and gradient, list their slots, and count the bytes written to nvme."""
 
 from __future__ import annotations
 
@@ -58,8 +57,7 @@ def place_params(units: Sequence[Unit], request: PlanRequest) -> dict[int, str]:
 
 
 def place_state(subgroups: Sequence[SubGroupSize], request: PlanRequest) -> list[str]:
-    """Choose the tier of each sub-group's state. Faster tiers are filled up to their limits; the rest goes to
-    `state_tier`."""
+    """Choose the tier of each sub-group's state. Faster tiers are filled up to their limits before `state_tier`."""
     total = sum(subgroup.state_nbytes for subgroup in subgroups)
     ratio = request.config.zero_optimization.offload_optimizer.ratio
     room = {"device": round((1 - ratio) * total), **request.state_limits}

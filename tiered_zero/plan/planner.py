@@ -150,8 +150,7 @@ class Plan:
         return self.needed_nbytes(tier) - self.request.limit_nbytes(tier)
 
     def check(self) -> None:
-        """Check the plan against all limits. Raises PlanError, with the table of bytes, for the first one that is
-        exceeded."""
+        """Raise PlanError, with the table of bytes, for the first limit that the plan exceeds."""
         for tier, (limit, source) in self.limits.items():
             if self.missing_nbytes(tier) <= 0:
                 continue
@@ -306,8 +305,7 @@ def _rows(
 
 
 def _second_in_flight_nbytes(to_host: Sequence[Unit], request: PlanRequest, room_nbytes: int) -> int:
-    """Return the bytes of gradients of a second unit in flight; 0 if the CPU computes or the device has no room for
-    them."""
+    """Return the bytes of gradients of a second unit in flight; 0 if the CPU computes or the device has no room."""
     # On an accelerator a gradient is in flight from the launch of its computation on. With room for one unit only, the
     # host could not launch backward ahead of the device.
     second = sorted((unit.nbytes for unit in to_host), reverse=True)[1:2]

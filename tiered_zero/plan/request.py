@@ -1,5 +1,4 @@
-"""Define the request for a plan: a config, and facts about the machine, the ranks and the model. Choose the update
-policy.
+"""Define the request for a plan: a config, and facts about machine, ranks and model. Choose the update policy.
 
 [Note: The CPU as the device] If the CPU computes, paging to and from host memory only copies within it: this took a
 third of a step's CPU time. So offload_param and offload_optimizer with device cpu run as none. The bits are the same;

@@ -43,8 +43,7 @@ class Event:
 
 
 class Room:
-    """A limited number of places, such as buffers. `yield room` waits for a free place and takes it; `leave` frees
-    it."""
+    """A limited number of places, such as buffers. `yield room` waits for a place and takes it; `leave` frees it."""
 
     def __init__(self, num_places: int) -> None:
         self.num_free = num_places

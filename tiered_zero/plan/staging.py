@@ -64,8 +64,7 @@ def size_staging(
     tiers: Placement,
     request: PlanRequest,
 ) -> Staging:
-    """Size every pool of staging buffers. Raises ConfigError if the config's buffer_size is smaller than a
-    parameter."""
+    """Size every pool of staging buffers. Raises ConfigError if buffer_size is smaller than a parameter."""
     to_host = [unit for unit in units if unit.trainable and tiers.gradients[unit.index] != "device"]
     on_nvme = [unit for unit in to_host if tiers.gradients[unit.index] == "nvme"]
     window = max(map(request.gradient_nbytes, on_nvme), default=0)

@@ -55,14 +55,12 @@ _NATIVE: dict[type, type[NativeRule]] = {torch.optim.SGD: SgdRule, torch.optim.A
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedOptimizer:
-    """The torch class and arguments of the optimizer that the config names. The update rule gives the same bits as
-    `optimizer_class(params, **defaults)`. `text`: a description for the log. `bias_correction`: False means Adam
-    without bias correction, which DeepSpeed has and torch does not."""
+    """The torch class and arguments of the optimizer that the config names."""
 
     optimizer_class: type[Optimizer]
     defaults: dict[str, Any]
-    text: str
-    bias_correction: bool = True
+    text: str  # for the log
+    bias_correction: bool = True  # False: Adam without it, as in DeepSpeed; torch has none
 
 
 def make_optimizer(
@@ -73,10 +71,10 @@ def make_optimizer(
 ) -> Optimizer:
     """Return a torch optimizer that holds the run's param groups and defaults; it is never stepped.
 
-    `optimizer`: the user's optimizer, or a function that makes one from `model_parameters`. If it is None, the
-    optimizer is made from `section`, the config's. If both are None, the result has no param groups.
-    `model_parameters`: the parameters or param groups to train; None: all parameters that require a gradient. Raises
-    ModelError and ConfigError."""
+    `optimizer`: the user's, or a function that makes one from `model_parameters`; None: the config's `section` names
+    one. If both are None, the result has no param groups. `model_parameters`: parameters or param groups; None: all
+    parameters that require a gradient. Raises ModelError and ConfigError.
+    """
     if isinstance(optimizer, Optimizer):
         return _chosen(optimizer, section)
     if optimizer is None and section is None:
@@ -110,8 +108,8 @@ def make_optimizer(
 
 
 def _chosen(given: Optimizer, section: OptimizerSection | None) -> Optimizer:
-    """Return `given`, the user's optimizer, and warn if the config names one too. Raises ModelError if a param group
-    switches bias correction off."""
+    """Return `given`, the user's optimizer; warn if the config names one too. Raises ModelError if one of its param
+    groups switches bias correction off."""
     if section is not None:
         logger.warning("config: optimizer %s is not used, for initialize() was given one", section.type)
     if type(given) in (torch.optim.Adam, torch.optim.AdamW) and _is_uncorrected(given):
@@ -127,8 +125,8 @@ def _is_uncorrected(optimizer: Optimizer) -> bool:
 
 
 def group_params(source: Optimizer, specs: Mapping[nn.Parameter, ParamSpec]) -> dict[str, int]:
-    """Map the name of each parameter in the optimizer `source` to the index of its param group. Raises ModelError if a
-    parameter is not the model's, or if none requires a gradient."""
+    """Return parameter name -> index of its param group in `source`. Raises ModelError if a parameter is not the
+    model's, or if none requires a gradient."""
     group_of: dict[str, int] = {}
     for index, group in enumerate(source.param_groups):
         for param in group["params"]:
@@ -148,12 +146,12 @@ def group_params(source: Optimizer, specs: Mapping[nn.Parameter, ParamSpec]) -> 
 def make_rule(
     source: Optimizer, state_format: str = "fp32", *, steps_parts: bool = False, num_threads: int | None = None
 ) -> UpdateRule:
-    """Make the update rule for the optimizer `source`. Adam, AdamW, SGD, Adagrad and Lion get a rule on the native
-    kernel, which uses torch's operations for state on a GPU. Every other class steps with torch's code.
+    """Make the update rule for the optimizer `source`: on the native kernel for Adam, AdamW, SGD, Adagrad and Lion,
+    otherwise with torch's code.
 
-    `steps_parts`: parameters are stepped in parts. If so, or with a `state_format` other than fp32, the options fused
-    and foreach, which ask for torch's own code, have no effect. `num_threads`: threads of the kernel; None: all that
-    this process may use. Raises ConfigError if the rule cannot keep its state in `state_format`.
+    `steps_parts`: parameters are stepped in parts; the options fused and foreach then have no effect. `num_threads`: of
+    the kernel; None: all that this process may use. Raises ConfigError if the rule cannot keep its state in
+    `state_format`.
     """
     is_own = steps_parts or state_format != "fp32"
     given = [option for option in _TORCH_CODE if any(group.get(option) for group in source.param_groups)]
@@ -182,8 +180,8 @@ def make_rule(
 
 
 def resolve_optimizer(type_name: str, params: Mapping[str, Any]) -> ResolvedOptimizer:
-    """Find the torch class and its arguments for the config's `optimizer.type` and `optimizer.params`. `config.load`
-    has already replaced "auto" and refused unsupported keys. Raises a ConfigError that names the wrong key."""
+    """Find the torch class and its arguments for `optimizer.type` and `optimizer.params` of a loaded config. Raises a
+    ConfigError that names the wrong key."""
     name = type_name.strip().lower()
     kind = _CLASSES.get(name)
     if kind is None:
@@ -200,8 +198,7 @@ def resolve_optimizer(type_name: str, params: Mapping[str, Any]) -> ResolvedOpti
 
 
 def check_sections(config: Config) -> None:
-    """Check the config's optimizer and scheduler: build both over one small parameter. Raises ConfigError. The commands
-    `plan` and `explain` call this, so they refuse every config that a run would refuse."""
+    """Build the config's optimizer and scheduler over one small parameter. Raises ConfigError."""
     optimizer, scheduler = config.optimizer, config.scheduler
     resolved = resolve_optimizer(*(("Adam", {}) if optimizer is None else (optimizer.type, optimizer.params)))
     if scheduler is None or any(path.startswith("scheduler.") for path in config.unfilled):
@@ -214,9 +211,8 @@ def check_sections(config: Config) -> None:
 
 
 def _adam_class(name: str, options: dict[str, Any]) -> tuple[type[Optimizer], bool]:
-    """Choose Adam or AdamW as DeepSpeed does; return the class and the flag bias_correction. Adam is chosen only if
-    type is "Adam" and adam_w_mode is false. The keys read here are removed from `options`. A missing weight_decay
-    becomes 0, as in DeepSpeed's own kernels; with torch_adam true it stays torch's default."""
+    """Choose Adam or AdamW as DeepSpeed does; return the class and the flag bias_correction. The keys read here are
+    removed from `options`."""
     flags: dict[str, Any] = {"adam_w_mode": True, "torch_adam": False, BIAS_CORRECTION: True}
     for key in flags:
         given = options.pop(key, flags[key])
@@ -229,14 +225,13 @@ def _adam_class(name: str, options: dict[str, Any]) -> tuple[type[Optimizer], bo
             "another value would change the numbers. Remove it."
         )
     if not flags["torch_adam"]:
-        options.setdefault("weight_decay", 0.0)
+        options.setdefault("weight_decay", 0.0)  # as in DeepSpeed's own kernels
     kind = torch.optim.AdamW if runs_as_adamw(name, flags["adam_w_mode"]) else torch.optim.Adam
     return kind, flags[BIAS_CORRECTION]
 
 
 def _checked(kind: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Check `options` against the constructor of `kind`, and return them as its keyword arguments. Raises ConfigError
-    for unknown names, wrong types, and values that the constructor refuses."""
+    """Return `options` as keyword arguments of `kind`. Raises ConfigError for arguments that `kind` refuses."""
     accepted = {name: p.default for name, p in inspect.signature(kind).parameters.items() if name != "params"}
     defaults: dict[str, Any] = {}
     for key, value in options.items():

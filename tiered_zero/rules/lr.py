@@ -2,8 +2,8 @@
 config.
 
 A DeepSpeed schedule computes the rate from a number i, `last_batch_iteration`. The constructor sets i = -1 and the
-first rate. `step()`, called after each optimizer step, adds 1 to i and sets the next rate; so the first `step()` sets
-the rate for i = 0. Formulas: deepspeed/runtime/lr_schedules.py of DeepSpeed 0.19.
+first rate. Each `step()` adds 1 to i and sets the next rate. Formulas: deepspeed/runtime/lr_schedules.py of DeepSpeed
+0.19.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ _log = logging.getLogger(__name__)
 
 
 class Schedule(ABC):
-    """A learning rate schedule with the interface of torch's LRScheduler. It changes only `param_groups`, and never
-    replaces the optimizer's `step`."""
+    """A learning rate schedule with the interface of torch's LRScheduler. It changes only `param_groups`."""
 
     def __init__(self, optimizer: Optimizer, **params: Any) -> None:
-        """Check the schedule's parameters, `params`, and set the first rate if `last_batch_iteration` is -1. The class
-        of the same name in `config.schema` has the types and defaults. Raises ValueError for unknown parameters, and
-        ConfigError for a list whose length is not the number of param groups."""
+        """Check `params`, and set the first rate if `last_batch_iteration` is -1. The class of the same name in
+        `config.schema` has types and defaults. Raises ValueError for unknown parameters, and ConfigError for a list
+        whose length is not the number of param groups."""
         self.optimizer = optimizer
         self._own_lrs = self.get_last_lr()
         values = SCHEDULES[type(self).__name__].model_validate(params)
@@ -42,9 +41,8 @@ class Schedule(ABC):
             self._apply()
 
     def _for_groups(self, name: str, value: Any) -> Any:
-        """Convert the value of the schedule's parameter `name`. A rate or momentum becomes a list with one value per
-        param group; warmup_num_steps becomes at least 2; any other value is returned as it is. Raises ConfigError for a
-        list of another length."""
+        """Convert the value of the parameter `name`: a rate or momentum becomes a list with one value per param group.
+        Raises ConfigError for a list of another length."""
         if name == "warmup_num_steps":
             return max(2, value)
         if not name.endswith(("_lr", "_mom")):
@@ -62,8 +60,8 @@ class Schedule(ABC):
         """Return the rate of each param group at `last_batch_iteration`."""
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Set the rate for the next optimizer step. Call it once after each optimizer step. `last_batch_iteration`: the
-        number to continue from; None: one more than the last."""
+        """Set the rate for the next optimizer step. Call it once after each optimizer step. `last_batch_iteration`:
+        None: one more than the last."""
         following = self.last_batch_iteration + 1
         self.last_batch_iteration = following if last_batch_iteration is None else last_batch_iteration
         self._apply()
@@ -150,8 +148,7 @@ class WarmupCosineLR(Schedule):
 @final
 class OneCycle(Schedule):
     """Raises the rate from min to max and lowers it again, while the momentum falls and rises. After this cycle the
-    rate decays and the momentum grows. Momentum is betas[0]; betas[1] becomes 0.99, as in DeepSpeed. An optimizer
-    without `betas` keeps its momentum."""
+    rate decays and the momentum grows. Momentum is betas[0]; betas[1] becomes 0.99, as in DeepSpeed."""
 
     _BETA2 = 0.99
 
@@ -180,9 +177,7 @@ class OneCycle(Schedule):
         return [((high - (high - low) * height) * growth, self._BETA2) for low, high in ends]
 
     def _position(self) -> tuple[float, float]:
-        """Return two numbers. First: the rate's position between min (0) and max (1), in stairs with
-        `cycle_*_stair_count`. Second: the number of decay periods since the cycle ended; a period is `decay_step_size`
-        steps, and 0 means no decay."""
+        """Return the rate's position between min (0) and max (1), and the number of decay periods after the cycle."""
         params, position = self._params, self.last_batch_iteration + 1
         size, second_size = params["cycle_first_step_size"], params["cycle_second_step_size"]
         total_size = size + (size if second_size is None else second_size)

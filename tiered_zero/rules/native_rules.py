@@ -1,19 +1,17 @@
 """Define the update rules of Adam, SGD, Adagrad and Lion. They run on the native kernel, or on torch's own code if the
 kernel is missing or rounds differently.
 
-[Note: bits of torch] On fp32 gradients the kernel gives, element by element, the bits of the torch optimizer's for-loop
-and foreach forms: the same operations in the same order, with fused multiply-add exactly where ATen's AVX2 and AVX-512
-code has it. All operations are IEEE except one: if torch was built with MKL, its fp32 square root is MKL's, which
-differs from the exact root by one unit in the last place for 0 to 20% of all values, depending on the processor. So for
-fp32 gradients the kernel takes the first of three roots that has torch's bits: the exact root; Newton's; MKL's own
-(VMSSQRT_, exported by libtorch_cpu). MKL's root takes six times as long as the exact one, and half of the update's
-time. For 16-bit gradients the kernel takes the exact root: only equality between placements is promised there.
+[Note: bits of torch] On fp32 gradients the kernel gives the bits of the torch optimizer's for-loop and foreach forms:
+the same operations in the same order, with fused multiply-add exactly where ATen's AVX2 and AVX-512 code has it. All
+operations are IEEE except the square root. If torch was built with MKL, its root is MKL's: this differs from the exact
+root by one unit in the last place for 0 to 20% of all values, depending on the processor. So the kernel takes the first
+of three roots that has torch's bits: the exact root; Newton's; MKL's own (VMSSQRT_, exported by libtorch_cpu), six
+times slower than the exact one. For 16-bit gradients it takes the exact root: only equality between placements is
+promised there.
 
-Two facts depend on the machine, and are tested before a rule uses the kernel for fp32 gradients. First, that the root
-equals torch's. The test compares all mantissas of two binades (an exponent larger by two only doubles a root), and the
-ends and samples of every binade, where code for special values would begin. Second, that multiplications and additions
-are fused where the kernel fuses them. NativeRule compares one step of each variant of its rule. If either test fails
-(ATen without FMA, another MKL), fp32 gradients take torch's own code, and the log says so.
+Two facts depend on the machine, and are tested before a rule uses the kernel for fp32 gradients: that the root equals
+torch's, and that multiplications and additions are fused where the kernel fuses them. If a test fails (ATen without
+FMA, another MKL), fp32 gradients take torch's own code, and the log says so.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ _MASTER_DTYPES = {torch.float32: Dtype.FLOAT32, torch.int16: Dtype.REMAINDER}
 _MOST_STEPS = 2.0**53
 """The largest step count that is accepted: float64 is exact up to this number."""
 
-_TRIAL_NUMELS = (*range(1, 33), 1031)
+_TRIAL_NUMELS = (*range(1, 33), 1031)  # every remainder after ATen's vectors: remainders have code of their own
 _UNFUSED = {"fused": None}
 _DTYPE = attrgetter("dtype")
 _IS_CPU = attrgetter("is_cpu")
@@ -80,22 +78,19 @@ _ROUNDS_OTHERWISE = (
 
 @dataclass(frozen=True, kw_only=True)
 class _Batch:
-    """Runs that the kernel steps with the same factors. `table`: one row per run, with the addresses of its arrays and
-    of `hyper`, the factors. `scalars`: the scalars of each run after the step."""
+    """Runs that the kernel steps with the same factors."""
 
     runs: list[Run]
-    table: numpy.ndarray[Any, Any]
-    hyper: Hyper
-    scalars: dict[str, Any]
+    table: numpy.ndarray[Any, Any]  # a row per run: the addresses of its arrays and of `hyper`
+    hyper: Hyper  # the factors
+    scalars: dict[str, Any]  # of each run after the step
 
 
 class NativeRule(UpdateRule):
-    """An elementwise rule on the native kernel. One call of the kernel steps all runs on the CPU; torch steps runs on
-    other devices.
+    """An elementwise rule on the native kernel. Torch steps runs that are not on the CPU.
 
-    `Run.master` is fp32, or, if the rule has an `unsigned_field`, int16 remainders ([Note: bf16 and remainder]). State
-    arrays are fp32, or bf16 with stochastic rounding, which is lossy. Scalars are those of TorchRule, with plain
-    numbers instead of 0-d tensors.
+    Masters are fp32, or int16 remainders if the rule has an `unsigned_field` ([Note: bf16 and remainder]). State arrays
+    are fp32, or bf16 with stochastic rounding. Scalars are those of TorchRule, as plain numbers.
     """
 
     elementwise = True
@@ -103,14 +98,12 @@ class NativeRule(UpdateRule):
     _takes_root = False
     _counts_steps = True
     _variants: Sequence[Mapping[str, Any]] = ()
-    """Param group values for the test of torch's bits. Together with the defaults they use every operation of the
-    rule."""
+    """Param group values for the test of torch's bits. Together with the defaults they use every operation."""
 
     def __init__(self, kernel: UpdateKernel | None, state_dtype: torch.dtype = torch.float32, **options: Any) -> None:
         """Make the rule, and test whether the kernel gives torch's bits. `kernel`: None: torch makes every step.
-        `state_dtype`: dtype of the state arrays. `options`: arguments of the optimizer class, used for values that
-        `Run.hyper` lacks. Raises ModelError for a state dtype other than float32 and bfloat16.
-        """
+        `options`: arguments of the optimizer class, for values that `Run.hyper` lacks. Raises ModelError for a state
+        dtype other than float32 and bfloat16."""
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise ModelError(f"Optimizer state in float32 or bfloat16 was expected; found {state_dtype}.")
         self.kernel = kernel
@@ -127,12 +120,10 @@ class NativeRule(UpdateRule):
 
     @abstractmethod
     def _kernel_hyper(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> Hyper:
-        """Compute the kernel's factors for one step, in double precision as torch does. The caller adds dtypes and the
-        gradient scale."""
+        """Compute the kernel's factors for one step, in double precision as torch does."""
 
     def _phase(self, scalars: Mapping[str, Any]) -> float:
-        """Return the number of steps made. A rule that does not count steps returns 1 if a step has filled its state,
-        and 0 before. The factors of the next step depend on this number."""
+        """Return the number of steps made. A rule that counts none returns 1 if its state is filled, else 0."""
         return float(scalars.get("step", 0)) if self._counts_steps else float("initialized" in scalars)
 
     def _next_scalars(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,8 +134,7 @@ class NativeRule(UpdateRule):
         return {"step": torch.tensor(self._phase(scalars))} if self._counts_steps else dict(scalars)
 
     def _reference_scalars(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Return scalars in TorchRule's form. With them torch's own code makes the same next step as this rule does
-        with `scalars`. They are those of `_torch_scalars`, except for Adam without bias correction."""
+        """Return TorchRule's scalars with which torch's own code makes the same next step."""
         return self._torch_scalars(scalars)
 
     def _own_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,8 +142,7 @@ class NativeRule(UpdateRule):
         return {"step": float(scalars["step"])} if self._counts_steps else dict(scalars)
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert scalars from a checkpoint, written by this rule or by TorchRule. Raises ValueError for an impossible
-        step count."""
+        """Convert a checkpoint's scalars, of this rule or TorchRule. Raises ValueError for an impossible step count."""
         own = self._own_scalars(scalars)
         if self._counts_steps and not 0 <= own["step"] <= _MOST_STEPS:
             raise ValueError(f"expected a number of steps; found {own['step']}")
@@ -183,8 +172,8 @@ class NativeRule(UpdateRule):
         return self._own_scalars(self._reference.import_state(values, state, self._completed(hyper)))
 
     def update(self, runs: Sequence[Run]) -> None:
-        """Make one step on every run. Raises InternalError, with nothing written, if the arrays of a run do not have
-        the form that `Run` describes."""
+        """Make one step on every run. Raises InternalError, with nothing written, for arrays that are not as `Run`
+        says."""
         alike: dict[Hashable, list[Run]] = {}
         for run in runs:
             alike.setdefault(self.kind_of(run), []).append(run)
@@ -226,8 +215,7 @@ class NativeRule(UpdateRule):
         return self.torch_bits or run.grad.dtype is not torch.float32
 
     def _pack(self, runs: list[Run]) -> _Batch:
-        """Check runs with the same `kind_of`, and write the addresses of their arrays into a table for the kernel. It
-        is filled column by column, because with 10,000 small runs each microsecond counts. Raises InternalError."""
+        """Check runs with the same `kind_of`, and write their arrays' addresses into a table. Raises InternalError."""
         first = runs[0]
         values = self._completed(first.hyper)
         hyper = self._kernel_hyper(values, first.scalars)
@@ -244,6 +232,7 @@ class NativeRule(UpdateRule):
             hyper.flags |= self._root_flag
 
         outs = [run.out for run in runs if run.out is not None]
+        # Column by column: with 10,000 small runs each microsecond counts.
         columns = [list(map(_MASTER, runs)), list(map(_GRAD, runs)), outs, *states]
         numels = list(map(torch.Tensor.numel, columns[0]))
         lengths = [list(map(torch.Tensor.numel, column)) for column in columns if column]
@@ -266,9 +255,7 @@ class NativeRule(UpdateRule):
         return _Batch(runs=runs, table=table, hyper=hyper, scalars=self._next_scalars(values, first.scalars))
 
     def _update_by_torch(self, runs: Sequence[Run]) -> None:
-        """Step runs by torch's own code. The runs must have the same `kind_of`: equal factors and dtypes. If masters
-        and state are fp32, they are stepped in place. In other formats they are stepped chunk by chunk: copied to fp32,
-        stepped, and converted back."""
+        """Step runs with the same `kind_of` by torch's own code. In formats other than fp32, copies are stepped."""
         first = runs[0]
         hyper = self._completed(first.hyper)
         self._reference.refuse_unplanned(set(self._array_names(hyper)) - first.state.keys(), first.state)
@@ -283,8 +270,7 @@ class NativeRule(UpdateRule):
             run.scalars = self._next_scalars(hyper, run.scalars)
 
     def _update_copies(self, kept: Run, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> None:
-        """Step a run with int16 masters or bf16 state: copy both to fp32, step the copies, and convert the results
-        back."""
+        """Step fp32 copies of a run with int16 masters or bf16 state, and convert the results back."""
         joined, lossy = kept.master.dtype is torch.int16, self.state_dtype is not torch.float32
         seed = self._kernel_hyper(hyper, kept.scalars).seed
         state = {name: array.float() for name, array in kept.state.items()}
@@ -307,8 +293,7 @@ class NativeRule(UpdateRule):
             marked.copy_(torch.where(mark, -marked.abs(), marked.abs()))
 
     def _find_torch_bits(self) -> bool:
-        """Choose the kernel's square root, and return whether the kernel gives torch's bits for fp32 gradients: see
-        [Note: bits of torch]."""
+        """Choose the kernel's square root, and return whether the kernel gives torch's bits for fp32 gradients."""
         kernel = self.kernel
         root_flag = choose_root(kernel) if kernel and self._takes_root else Flag(0)
         if kernel is None or root_flag is None:
@@ -321,12 +306,11 @@ class NativeRule(UpdateRule):
         return _torch_bits[key]
 
     def _steps_agree(self, hyper: Mapping[str, Any]) -> bool:
-        """Step the same random runs with the kernel and with torch, and return whether all results have the same bits.
-        If only one of the two fuses an operation, at least a tenth of all elements differ. The run lengths cover every
-        remainder after ATen's vectors, because ATen compiles separate code for remainders."""
+        """Step the same random runs with the kernel and with torch. Return whether all results have the same bits."""
         ours, theirs = self._trial_runs(hyper), self._trial_runs(hyper)
         self.update(ours)
         self._update_by_torch(theirs)
+        # If only one of the two fuses an operation, at least a tenth of all elements differ.
         return all(
             torch.equal(own.master, other.master)
             and all(torch.equal(array, other.state[name]) for name, array in own.state.items())
@@ -352,9 +336,9 @@ class NativeRule(UpdateRule):
 
 
 def open_kernel(num_threads: int | None = None) -> UpdateKernel | None:
-    """Open the native kernel and pass it torch's square root; return None if the kernel was not built. `num_threads`:
-    None: all that this process may use. Raises ConfigError if the environment names an instruction set that this
-    machine cannot run."""
+    """Open the native kernel with torch's square root; return None if the kernel was not built. `num_threads`: None:
+    all that this process may use. Raises ConfigError if the environment names an instruction set that this machine
+    cannot run."""
     path = find_library("_update")
     return None if path is None else UpdateKernel(path, num_threads=num_threads, root=find_torch_root())
 
@@ -384,12 +368,11 @@ def find_torch_root() -> MklRoot | None:
 
 
 def choose_root(kernel: UpdateKernel) -> Flag | None:
-    """Return the fastest of the kernel's square roots that has torch's bits; None if none has. Tested once per process
-    and kernel level, in about 30 ms."""
+    """Return the fastest of the kernel's square roots that has torch's bits; None if none has."""
     key = kernel.path, kernel.level, kernel.root
     if key not in _roots:
         candidates = (flag for flag in _ROOTS if kernel.root or flag is not Flag.TORCH_ROOT)
-        _roots[key] = next((flag for flag in candidates if _has_torch_bits(kernel, flag)), None)
+        _roots[key] = next((flag for flag in candidates if _has_torch_bits(kernel, flag)), None)  # about 30 ms
     return _roots[key]
 
 
@@ -404,14 +387,15 @@ def _has_torch_bits(kernel: UpdateKernel, flag: Flag) -> bool:
 
 
 def _root_arguments() -> Iterator[numpy.ndarray[Any, Any]]:
-    """Yield arrays of fp32 values to test square roots with: special values; samples and both ends of every binade (the
-    numbers with one exponent); the largest values; all values from 1 to 4."""
+    """Yield arrays of fp32 values to test square roots with."""
     yield numpy.array(_SPECIAL * 2, numpy.float32)
-    step = _MANTISSAS // _BINADE_SAMPLES
+    step = _MANTISSAS // _BINADE_SAMPLES  # samples of every binade, the numbers with one exponent
     yield numpy.arange(step // 2 + 1, 255 * _MANTISSAS, step, dtype=numpy.int32).view(numpy.float32)
+    # The ends of every binade, where code for special values would begin.
     ends = numpy.arange(1, 255)[:, None] * _MANTISSAS + numpy.arange(-_END_SAMPLES, _END_SAMPLES)
     yield ends.ravel().astype(numpy.int32).view(numpy.float32)
     yield numpy.arange(255 * _MANTISSAS - _LAST, 255 * _MANTISSAS, dtype=numpy.int32).view(numpy.float32)
+    # All mantissas of two binades: an exponent larger by two only doubles a root.
     for start in range(_ONE, _ONE + 2 * _MANTISSAS, _ROOT_CHUNK_NUMEL):
         yield numpy.arange(start, start + _ROOT_CHUNK_NUMEL, dtype=numpy.int32).view(numpy.float32)
 
@@ -421,13 +405,12 @@ BIAS_CORRECTION = "bias_correction"
 
 @final
 class AdamRule(NativeRule):
-    """The rule of Adam (Kingma and Ba, 2015; weight decay in the gradient) or AdamW (Loshchilov and Hutter, 2019;
+    """The rule of Adam (Kingma and Ba, 2015; weight decay in the gradient) and AdamW (Loshchilov and Hutter, 2019;
     decoupled).
 
-    Param groups have torch's keys; lr and betas may be 0-d tensors. As in torch, decoupled_weight_decay in the param
-    group chooses Adam or AdamW; `decoupled` is its default. The state arrays are exp_avg, exp_avg_sq and, with amsgrad,
-    max_exp_avg_sq; the scalar is step. If DeepSpeed's key bias_correction is false, all powers of the betas are taken
-    as 0, as after infinitely many steps.
+    Param groups have torch's keys; lr and betas may be 0-d tensors. The group's decoupled_weight_decay chooses Adam or
+    AdamW. The state arrays are exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq; the scalar is step. If
+    DeepSpeed's key bias_correction is false, all powers of the betas are taken as 0.
     """
 
     unsigned_field = "exp_avg_sq"
@@ -445,8 +428,7 @@ class AdamRule(NativeRule):
 
     @staticmethod
     def seed_of(step: float) -> int:
-        """Return the seed with which the first state array is rounded stochastically in step `step`. The next arrays
-        use seed + 1, seed + 2."""
+        """Return the seed of stochastic rounding in step `step`. Each state array after the first adds 1."""
         return int(step) * 0x9E3779B1 & 0xFFFFFFFF
 
     def _array_names(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:
@@ -478,8 +460,7 @@ class AdamRule(NativeRule):
 
 @final
 class SgdRule(NativeRule):
-    """The rule of torch.optim.SGD, with momentum, dampening and nesterov. The state array is momentum_buffer, which the
-    first step fills."""
+    """The rule of torch.optim.SGD. The state array is momentum_buffer, which the first step fills."""
 
     _class = torch.optim.SGD
     _counts_steps = False
@@ -540,11 +521,11 @@ class AdagradRule(NativeRule):
 
 
 class Lion(Optimizer):
-    """Lion as a plain torch optimizer. torch.optim has no Lion, and DeepSpeed's JSON can ask for it.
+    """Lion as a plain torch optimizer: EvoLved Sign Momentum (Chen et al., 2023, "Symbolic Discovery of Optimization
+    Algorithms", program 1). The defaults are those of DeepSpeed's Lion.
 
-    EvoLved Sign Momentum (Chen et al., 2023, "Symbolic Discovery of Optimization Algorithms", program 1). c = b1 * m +
-    (1 - b1) * g; p = p * (1 - lr * weight_decay) - lr * sign(c); m = b2 * m + (1 - b2) * g. Elementwise; one state
-    array, `exp_avg`. The defaults are those of DeepSpeed's Lion.
+    c = b1 * m + (1 - b1) * g; p = p * (1 - lr * weight_decay) - lr * sign(c); m = b2 * m + (1 - b2) * g. The one state
+    array is `exp_avg`, m.
     """
 
     def __init__(

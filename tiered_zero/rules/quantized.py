@@ -1,5 +1,4 @@
-"""Store Adam's moments in 8 bits, with one scale for each block of elements. Lossy; runs only if a config asks for
-it."""
+"""Store Adam's moments in 8 bits, with one scale for each block of elements. This is lossy."""
 
 from __future__ import annotations
 
@@ -25,10 +24,9 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def _decoded_bytes() -> dict[torch.dtype, torch.Tensor]:
-    """Return dtype of codes -> table, [256] fp32. Entry b is the value, relative to the block's scale, of the code with
-    the bits of the unsigned byte b. torch and the kernel use the same tables. They are computed by products, without
-    pow, so they are equal on every processor."""
+    """Return dtype of codes -> table, [256] fp32: a code's value relative to the block's scale, by the code's byte."""
     code = torch.arange(256, dtype=torch.float64)
+    # Products, without pow, so that the tables are equal on every processor. The kernel reads them too.
     signed, square = torch.where(code < 128, code, code - 256) / _SIGNED, (code / _UNSIGNED).square()
     return {torch.int8: (signed * signed.abs()).float(), torch.uint8: (square * square).float()}
 
@@ -40,11 +38,8 @@ _TABLES = _decoded_bytes()
 class QuantizedAdam(UpdateRule):
     """Steps as AdamRule does, with moments of 8 bits: dequantizes one chunk to fp32, steps it, and quantizes it again.
 
-    A block is QUANTIZED_BLOCK_NUMEL neighbouring elements with one scale, their largest magnitude. Every parameter
-    starts at a block, and no block is cut, so the codes of a block depend only on its own elements and the step. Codes
-    store roots, which represent small values well: the first moment is scale * sign * (code / 127)^2, the second scale
-    * (code / 255)^4. Rounding is stochastic, because a second moment changes by less than one code in a step. A nonzero
-    second moment never becomes zero, because the next step divides by its root.
+    A block is QUANTIZED_BLOCK_NUMEL neighbouring elements with one scale, their largest magnitude. Blocks are not cut.
+    The first moment is scale * sign * (code / 127)^2, the second scale * (code / 255)^4.
     """
 
     elementwise = True
@@ -108,8 +103,7 @@ class QuantizedAdam(UpdateRule):
         self._inner.close()
 
     def _update_chunk(self, chunk: Run) -> dict[str, Any]:
-        """Dequantize the moments of `chunk` to fp32, step the chunk, and quantize the moments again. Return the chunk's
-        new scalars."""
+        """Step a chunk through fp32 copies of its moments. Return the chunk's new scalars."""
         kernel = self.kernel if chunk.master.is_cpu else None
         arrays = {
             name: (array, chunk.state[_scale(name)], self._scratch(name, array))
@@ -127,17 +121,15 @@ class QuantizedAdam(UpdateRule):
         return stepped.scalars
 
     def _scratch(self, name: str, array: torch.Tensor) -> torch.Tensor:
-        """Return fp32 memory, [n], for the decoded values of `array`, codes of the state array `name`. All chunks use
-        the same memory for one name, so it stays in the cache."""
-        kept, numel = self._floats.get(name), array.numel()
+        """Return fp32 memory, [n], for the decoded values of `array`, codes of the state array `name`."""
+        kept, numel = self._floats.get(name), array.numel()  # all chunks share it: it stays in the cache
         if kept is None or kept.numel() < numel or kept.device != array.device:
             kept = self._floats[name] = torch.empty(numel, device=array.device)
         return kept[:numel]
 
 
 def _part(run: Run, start: int, stop: int) -> Run:
-    """Return the elements [start, stop) of `run`, with the scales of their blocks, as a run. `start` must be the first
-    element of a block."""
+    """Return the elements [start, stop) of `run` with their scales. `start` must be the first element of a block."""
     blocks = slice(start // QUANTIZED_BLOCK_NUMEL, -(-stop // QUANTIZED_BLOCK_NUMEL))
     part = run.part(start, stop)
     part.state |= {name: array[blocks] for name, array in run.state.items() if name.endswith(_SCALE)}
@@ -154,19 +146,17 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, 
     values.copy_(table[codes.view(torch.uint8).to(torch.int64)]).mul_(_spread(scales, values.numel()))
 
 
-@cache
+@cache  # a copy to a device waits for everything launched before it
 def _table(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the table of decoded values for codes of `dtype`, on a device. A table is copied to a device only once,
-    because the copy waits for everything launched before it."""
+    """Return the table of decoded values for codes of `dtype`, on a device."""
     return _TABLES[dtype].to(device)
 
 
 def quantize(
     codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, seed: int | None, kernel: UpdateKernel | None
 ) -> None:
-    """Compute `codes` and `scales` from `values`, fp32. Rounding is stochastic; its noise is a hash of each value and
-    `seed`. If `seed` is None, round to the nearest code instead: values that come from `dequantize` then get their old
-    codes. torch and the kernel give the same bits."""
+    """Compute `codes` and `scales` from `values`, fp32. `seed`: of the noise for stochastic rounding; None: round to
+    nearest, so that values from `dequantize` get their old codes. torch and the kernel give the same bits."""
     if kernel is not None and seed is not None:
         kernel.convert(_moments(codes, scales, values, seed & 0xFFFFFFFF, quantizes=True))
         return
@@ -176,17 +166,17 @@ def quantize(
     padded = torch.nn.functional.pad(magnitude, (0, -values.numel() % QUANTIZED_BLOCK_NUMEL))
     scales.copy_(padded.view(-1, QUANTIZED_BLOCK_NUMEL).amax(1))
     root = _exact_root(magnitude / _spread(scales, values.numel()).clamp_(min=_TINY))
+    # Stochastic, because a second moment changes by less than one code in a step.
     noise = 0.5 if seed is None else hash_noise(values, seed).to(torch.float32) / (1 << 16)
     found = (root if signed else _exact_root(root)).mul_(top).add_(noise).nan_to_num_(0.0).clamp_(max=top).floor_()
+    # A nonzero second moment never becomes zero: the next step divides by its root.
     codes.copy_(found.copysign_(values) if signed else torch.where(values != 0, found.clamp_(min=1.0), 0.0))
 
 
 def _exact_root(values: torch.Tensor) -> torch.Tensor:
-    """Return the correctly rounded fp32 square root, computed in double precision. torch's own fp32 root may differ
-    ([Note: bits of torch]).
-
-    An error of one unit in double precision does not change the result: the root of a 24-bit number is at least four
-    such units away from every value at which fp32 rounding changes."""
+    """Return the correctly rounded fp32 square root. torch's own root may differ ([Note: bits of torch])."""
+    # An error of one unit in double precision does not change the result: the root of a 24-bit number is at least four
+    # such units away from every value at which fp32 rounding changes.
     return values.to(torch.float64).sqrt_().to(torch.float32)
 
 

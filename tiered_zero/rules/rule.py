@@ -1,5 +1,4 @@
-"""Define the interface of update rules: which state a parameter has, and how a run (a slice of master weights) is
-stepped."""
+"""Define the interface of update rules: the state of a parameter, and the step of a run (a slice of master weights)."""
 
 from __future__ import annotations
 
@@ -24,17 +23,13 @@ _DEVICE_CHUNK_NUMEL = 1 << 22
 
 @dataclass(frozen=True, kw_only=True)
 class StateField:
-    """Describes one array of a run's optimizer state.
-
-    `block_numel`: how many neighbouring elements of the run share one element of the array; more than 1 only for the
-    scales of 8-bit state. `stride`: the array's strides in memory; None: row-major.
-    """
+    """Describes one array of a run's optimizer state."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    block_numel: int = 1
-    stride: tuple[int, ...] | None = None
+    block_numel: int = 1  # neighbouring elements of the run that share one element of the array: 8-bit state's scales
+    stride: tuple[int, ...] | None = None  # in memory; None: row-major
 
     @cached_property
     def nbytes(self) -> int:
@@ -45,25 +40,17 @@ class StateField:
 class Run:
     """One slice of master weights with its gradient and state: the input of one update.
 
-    For an elementwise rule the arrays are 1-D, [n]; the slice may start and end anywhere and may span several
-    parameters. For any other rule the arrays are one whole parameter in its own shape.
-
-    `master`: fp32, updated in place; or int16 remainders, the low halves of the masters: `out` then holds the high
-    halves, the old parameter. `grad`: fp32, bf16 or fp16, in the same shape, averaged over ranks; may be overwritten.
-    `state`: name of a `StateField` -> its array, updated in place; all zero before the first step (see
-    `UpdateRule.init_state`). `scalars`: state that is no array, such as step counts; replaced by the rule; empty before
-    the first step. `hyper`: the values of the param group, without "params". `out`: the 16-bit parameter to write, in
-    the same shape, or None. `grad_scale`: the factor that unscales and clips the gradient; 1.0 leaves its bits
-    unchanged.
+    For an elementwise rule the arrays are 1-D, and the slice may start and end anywhere, in several parameters. For any
+    other rule the arrays are one whole parameter in its own shape.
     """
 
-    master: torch.Tensor
-    grad: torch.Tensor
-    state: dict[str, torch.Tensor]
-    scalars: dict[str, Any]
-    hyper: Mapping[str, Any]
-    out: torch.Tensor | None = None
-    grad_scale: float = 1.0
+    master: torch.Tensor  # fp32; or int16 remainders, with the old parameter in `out`
+    grad: torch.Tensor  # fp32, bf16 or fp16, averaged over ranks; may be overwritten
+    state: dict[str, torch.Tensor]  # name of a `StateField` -> its array, updated in place
+    scalars: dict[str, Any]  # other state, such as step counts; replaced by the rule; empty before the first step
+    hyper: Mapping[str, Any]  # the values of the param group, without "params"
+    out: torch.Tensor | None = None  # the 16-bit parameter to write
+    grad_scale: float = 1.0  # unscales and clips the gradient; 1.0 leaves its bits unchanged
 
     def part(self, start: int, stop: int) -> Run:
         """Return the elements [start, stop) as a run of views. Only for elementwise rules."""
@@ -88,49 +75,45 @@ class UpdateRule(ABC):
     """Whether a step changes values of its param group, such as a step count."""
 
     temporaries: int = 4
-    """The most temporary fp32 arrays that a step on an accelerator holds at once, each as long as the stepped runs.
-    Copies of state and gradients are not counted. No torch class needs more than 4."""
+    """The most temporary fp32 arrays of a step on an accelerator, each as long as the stepped runs. Copies of state and
+    gradients are not counted."""
 
     kernel: UpdateKernel | None = None
     """The native kernel, which computes updates and gradient norms; None: torch's operations compute both."""
 
     @abstractmethod
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
-        """Describe the state arrays of a run of `shape`; scalars are not included. Raises ModelError if the optimizer
-        class cannot step one parameter at a time."""
+        """Describe the state arrays of a run of `shape`. Raises ModelError if the class cannot step one parameter at a
+        time."""
 
     def init_state(self, state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]) -> None:
-        """Write the initial values to a run's state arrays before its first step. The caller has set the arrays to
-        zero."""
+        """Write the initial values to a run's state arrays, which are zero, before its first step."""
         return
 
     def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state that torch's optimizer has for a parameter of `shape` before its first step; empty for most
-        classes."""
+        """Return the state that torch's optimizer has for a parameter of `shape` before its first step."""
         return {}
 
     def export_state(self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert state to the format of torch's optimizer: name -> fp32 array or scalar; {} before the first step.
-        Arrays may share memory with `state`."""
+        """Convert state to torch's format: name -> fp32 array or scalar; {} before the first step. Arrays may share
+        memory with `state`."""
         return {**state, **scalars}
 
     def check_state(self, values: Mapping[str, Any], shape: tuple[int, ...], hyper: Mapping[str, Any]) -> None:
-        """Check that a parameter of `shape` can be stepped from `values`, its state in torch's format. Raises
-        ModelError if not."""
+        """Raise ModelError if a parameter of `shape` cannot be stepped from `values`, its state in torch's format."""
         return
 
     def import_state(
         self, values: Mapping[str, Any], state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Copy `values`, state in torch's format, to the arrays `state`, and return the scalars: the inverse of
-        `export_state`. Values are rounded to nearest if `state` has fewer bits."""
+        """Copy `values`, state in torch's format, to the arrays `state`, rounded to nearest. Return the scalars."""
         for name, array in state.items():
             array.copy_(values[name])
         return {name: value for name, value in values.items() if name not in state}
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert scalars from a checkpoint to this rule's `Run.scalars`. Another rule for the same optimizer may have
-        written them. Raises TypeError, ValueError or KeyError if the scalars are invalid."""
+        """Convert a checkpoint's scalars to `Run.scalars`. Another rule for the same optimizer may have written them.
+        Raises TypeError, ValueError or KeyError if they are invalid."""
         return dict(scalars)
 
     def announce(self) -> None:
@@ -143,23 +126,21 @@ class UpdateRule(ABC):
 
     def advance_groups(self, groups: Sequence[dict[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> None:
         """Make the changes of one step, such as new step counts, in the user's param `groups`. `frozen`: copies of the
-        groups; the step uses them as `Run.hyper`. Called on the driver thread, before the step updates its runs."""
+        groups, for the step to read. Called on the driver thread, before `update`."""
         return
 
     @abstractmethod
     def update(self, runs: Sequence[Run]) -> None:
-        """Make one optimizer step on every run, in place, and write each `Run.out` that is not None. Invalid arguments
-        raise before anything is written."""
+        """Make one optimizer step on every run, in place. Invalid arguments raise before anything is written."""
 
 
 def batches(
     runs: Sequence[Run], cut: Callable[[Run, int, int], Run] = Run.part, cpu_numel: int = _CPU_CHUNK_NUMEL
 ) -> Iterator[list[Run]]:
-    """Yield `runs` in batches, and cut runs that are too long. All runs have the same hyperparameters. On the CPU a
-    batch is one run of at most `cpu_numel` elements, which fits into the cache. On an accelerator a batch has up to
-    _DEVICE_CHUNK_NUMEL elements of many runs. `cut(run, start, stop)`: returns a part of a run."""
+    """Yield `runs` in batches; cut runs that are too long. All runs have the same hyperparameters. `cut(run, start,
+    stop)`: returns a part of a run."""
     on_cpu = runs[0].master.is_cpu
-    most_numel = cpu_numel if on_cpu else _DEVICE_CHUNK_NUMEL
+    most_numel = cpu_numel if on_cpu else _DEVICE_CHUNK_NUMEL  # on the CPU: one run, in the cache
     batch: list[Run] = []
     room_numel = most_numel
     for run in runs:
@@ -178,9 +159,9 @@ def batches(
 
 @contextmanager
 def packed(runs: Sequence[Run], block_numel: int = 1, per_block: Collection[str] = ()) -> Iterator[Run]:
-    """Join `runs` into one run of copies, yield it, and copy its results back after the with-block. A single run is
-    yielded itself. In the joined arrays each run begins at a multiple of `block_numel`, and gaps are zero. `per_block`:
-    names of the state arrays with one element per block. Each array is copied for all runs with one launch."""
+    """Join `runs` into one run of copies, yield it, and copy its results back after the with-block. In the joined
+    arrays each run begins at a multiple of `block_numel`; gaps are zero. `per_block`: names of the state arrays with
+    one element per block."""
     first = runs[0]
     if len(runs) == 1:
         yield first

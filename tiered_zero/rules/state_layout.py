@@ -14,11 +14,10 @@ tiered_zero.state_format:
 
     master = (bits of the parameter << 16) + remainder + (mark << 16)
 
-The parameter is the master rounded to nearest, ties to even, as in every other format, and the master loses nothing.
-The remainder is a signed 16-bit number, the low half of the master. One bit is missing, because an even parameter
-stands for 65,537 masters, including both neighbouring ties. That bit is the mark: set if the master is a tie above (in
-magnitude) the even parameter to which it was rounded. The mark is stored in the sign of Adam's second moment, which is
-never negative. Infinities are kept; every NaN becomes the same NaN.
+The parameter is the master rounded to nearest, ties to even. The remainder is a signed 16-bit number, the low half of
+the master. One bit is missing, because an even parameter stands for 65,537 masters, both neighbouring ties included.
+That bit is the mark: set if the master is a tie above (in magnitude) its even parameter. The mark is stored in the sign
+of Adam's second moment, which is never negative. Infinities are kept; every NaN becomes the same NaN.
 """
 
 from __future__ import annotations
@@ -58,9 +57,8 @@ def join_master(parameter: torch.Tensor, remainder: torch.Tensor, mark: torch.Te
 
 def hash_noise(values: torch.Tensor, seed: int) -> torch.Tensor:
     """Compute 16 random bits for each fp32 value, as int32: a hash of the value and `seed`. The native kernel computes
-    the same bits. The position in the array does not matter, so arrays may be cut anywhere. Each step and each array
-    has its own seed."""
-    noise = values.view(torch.int32) ^ _signed(seed)
+    the same bits."""
+    noise = values.view(torch.int32) ^ _signed(seed)  # no positions: arrays may be cut anywhere
     noise = (noise ^ ((noise >> 16) & 0xFFFF)) * _signed(0x85EBCA6B)
     noise = (noise ^ ((noise >> 13) & 0x7FFFF)) * _signed(0xC2B2AE35)
     return (noise ^ (noise >> 16)) & 0xFFFF
@@ -82,22 +80,15 @@ Parts = Sequence[torch.Tensor]
 
 
 class MasterFormat(ABC):
-    """Defines how masters are stored in a slot.
+    """Defines how masters are stored in a slot."""
 
-    `dtypes`: dtypes of the stored arrays. The first array is the rule's `Run.master`; the second, if any, is the rule's
-    unsigned field (second moments). `needs_params`: an update reads the old parameters in addition to the slot.
-    `follows_params`: user code may change parameters between updates, and does not report it. Each update finds the
-    changed parameters, and takes their values as masters. Before the first update the slot holds no masters.
-    """
-
-    dtypes: tuple[torch.dtype, ...]
-    needs_params: bool
-    follows_params: bool = False
+    dtypes: tuple[torch.dtype, ...]  # of the stored arrays: `Run.master` and, if two, the rule's unsigned field
+    needs_params: bool  # an update reads the old parameters in addition to the slot
+    follows_params: bool = False  # an update takes parameters that user code has changed as masters
 
     def bind(self, master: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
-        """Return the array, [n], that the update steps as masters. `master`: the stored array in the slot, [n].
-        `params`: the memory, [n], to which the update writes the new parameters. If `follows_params`, it holds the
-        present parameters."""
+        """Return the array, [n], that the update steps as masters. `master`: the stored array, [n]. `params`: the
+        memory, [n], of the new parameters. If `follows_params`, it holds the present ones."""
         return master
 
     @abstractmethod
@@ -107,20 +98,16 @@ class MasterFormat(ABC):
 
     @abstractmethod
     def replace(self, parts: Parts, master: torch.Tensor, params: torch.Tensor | None = None) -> None:
-        """Store the masters `master`, fp32 [n], in the arrays `parts`, in place. Write their rounded values to
-        `params`, if given."""
+        """Store `master`, fp32 [n], in the arrays `parts`. Write the rounded values to `params`, if given."""
 
     @abstractmethod
     def follow(self, parts: Parts, new: torch.Tensor, old: torch.Tensor | None) -> Parts | None:
-        """Return the arrays to store after user code has changed parameters; None if no parameter changed. The master
-        of each changed parameter becomes the parameter's new value. `new`, `old`: the parameters, [n], after and before
-        the change; `old` may be None if `needs_params` is false.
-        """
+        """Return the arrays to store after user code has changed parameters from `old` to `new`, [n]; None if no
+        parameter changed. Changed parameters become their own masters. `old` may be None if `needs_params` is false."""
 
     @abstractmethod
     def copy_unstepped(self, masters: Parts, outs: Parts) -> None:
-        """Round `masters`, and write them to their parameters `outs`. Called for masters that this update does not
-        step."""
+        """Round `masters` that this update does not step, and write them to their parameters `outs`."""
 
 
 class FullMasters(MasterFormat):
@@ -148,8 +135,7 @@ class FullMasters(MasterFormat):
 
 @final
 class FollowingMasters(FullMasters):
-    """Stores fp32 masters of 16-bit parameters. User code may change the parameters between updates; the next update
-    adopts the changes."""
+    """Stores fp32 masters of 16-bit parameters. An update adopts the parameters that user code has changed."""
 
     follows_params = True
 
@@ -189,8 +175,8 @@ class ParamMasters(MasterFormat):
 
 @final
 class RemainderMasters(MasterFormat):
-    """Stores int16 remainders of bf16 parameters, and one mark for each in the sign of its fp32 second moment: [Note:
-    bf16 and remainder]."""
+    """Stores int16 remainders of bf16 parameters, and their marks in the signs of fp32 second moments: [Note: bf16 and
+    remainder]."""
 
     dtypes = (torch.int16, torch.float32)
     needs_params = True
@@ -200,8 +186,7 @@ class RemainderMasters(MasterFormat):
         return join_master(params, parts[0], parts[1].signbit())
 
     def replace(self, parts: Parts, master: torch.Tensor, params: torch.Tensor | None = None) -> None:
-        """Store the masters as `MasterFormat.replace` says. Signs of the second moments get the marks; magnitudes
-        stay."""
+        """Store the masters as `MasterFormat.replace` says. Second moments get the marks as signs."""
         for start in range(0, master.numel(), _STEP_NUMEL):
             own = slice(start, start + _STEP_NUMEL)
             rounded, remainder, mark = split_master(master[own])
@@ -228,25 +213,19 @@ def master_format(name: str) -> MasterFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class StateArray:
-    """One state array in a slot. `piece`: the index of the piece (part of a parameter) that the state belongs to; None:
-    the array covers the whole sub-group. `offset`: its first byte in the slot."""
+    """One state array in a slot."""
 
     field: StateField
-    piece: int | None
-    offset: int
+    piece: int | None  # index of the piece (part of a parameter) with this state; None: the whole sub-group
+    offset: int  # first byte in the slot
 
 
 class StateLayout:
     """Lays out a sub-group's slot: first the masters, then each state array, each at the start of a memory page.
 
-    For an elementwise rule each array covers the whole sub-group, and the state of a `Run` is a slice of it. A field
-    that only some param groups have gets an array for the whole sub-group too. For any other rule each piece (here a
-    whole parameter) has its own arrays.
-
-    `masters`: the format of the masters. RemainderMasters keeps a part of the masters in a state array, which then is
-    the first state array. `master_nbytes`: bytes of all arrays that hold masters, with this state array. `state_start`:
-    the first byte of the state arrays. `initial_nbytes`: how many bytes at the start of the slot are valid before the
-    first update: `master_nbytes`, or 0 if the masters follow the parameters."""
+    For an elementwise rule each state array covers the whole sub-group. For any other rule each piece (here a whole
+    parameter) has its own arrays.
+    """
 
     def __init__(
         self,
@@ -257,11 +236,11 @@ class StateLayout:
     ) -> None:
         self.subgroup = subgroup
         self.masters = masters or FullMasters()
-        self.master_nbytes = sum(dtype.itemsize for dtype in self.masters.dtypes) * subgroup.numel
+        self.master_nbytes = sum(dtype.itemsize for dtype in self.masters.dtypes) * subgroup.numel  # with their marks
         self.arrays: list[StateArray] = []
         self._arrays_of: defaultdict[int | None, list[StateArray]] = defaultdict(list)
         self._shared_of_group: dict[int, list[StateArray]] = {}
-        self.initial_nbytes = 0 if self.masters.follows_params else self.master_nbytes
+        self.initial_nbytes = 0 if self.masters.follows_params else self.master_nbytes  # valid before the first update
         self._end = self.state_start = sum(dtype.itemsize for dtype in self.masters.dtypes[:1]) * subgroup.numel
         if rule.elementwise:
             merged: dict[str, StateField] = {}
@@ -284,8 +263,7 @@ class StateLayout:
 
     @property
     def has_own_masters(self) -> bool:
-        """Whether the slot stores masters in a format with `follows_params`. Such masters are saved with the optimizer
-        state, because saved parameters do not include them."""
+        """Whether the slot stores masters that follow the parameters. They are saved with the optimizer state."""
         return self.masters.follows_params and bool(self.masters.dtypes)
 
     def _append(self, field: StateField, piece: int | None) -> None:
@@ -302,16 +280,13 @@ class StateLayout:
         return raw[: dtype.itemsize * self.subgroup.numel].view(dtype)
 
     def initialize(self, raw: torch.Tensor) -> None:
-        """Set the state in `raw`, a slot's bytes, to zero before the first update. If masters follow their parameters,
-        set the masters to NaN: NaN differs from every parameter, so the first update takes all parameters as masters.
-        """
+        """Set the state in `raw`, the slot's bytes, to zero before the first update."""
         if self.masters.follows_params:
-            self.master(raw).fill_(float("nan"))
+            self.master(raw).fill_(float("nan"))  # differs from every parameter: the first update takes them all
         raw[self.master_nbytes :].zero_()
 
     def master_spans(self, segment: Segment) -> list[tuple[int, int, torch.dtype]]:
-        """Return where the masters of a segment (a unit's range in the sub-group) are stored: (first byte in the slot,
-        number of bytes, dtype) for each array of the format."""
+        """Return (first byte in the slot, number of bytes, dtype) of each array with masters of `segment`."""
         spans, start = [], 0
         for dtype in self.masters.dtypes:
             spans.append((start + dtype.itemsize * segment.start, dtype.itemsize * segment.numel, dtype))
@@ -319,13 +294,11 @@ class StateLayout:
         return spans
 
     def master_parts(self, raw: torch.Tensor, segment: Segment) -> list[torch.Tensor]:
-        """Return the masters of a segment (a unit's range in the sub-group) as views of `raw`, the slot's bytes: one
-        view for each array of the format."""
+        """Return the masters of `segment` as views of `raw`, the slot's bytes: one for each array of the format."""
         return [raw[start : start + nbytes].view(dtype) for start, nbytes, dtype in self.master_spans(segment)]
 
     def clear(self, raw: torch.Tensor, kept: Iterable[ParamPiece]) -> None:
-        """Set the state in `raw`, the slot's bytes, to zero. The state of the pieces `kept` stays: the caller
-        overwrites it next."""
+        """Set the state in `raw`, the slot's bytes, to zero, except that of the pieces `kept`."""
         filled = []
         for piece in kept:
             for array in self.arrays_for(piece):
@@ -338,14 +311,12 @@ class StateLayout:
             raw[start:stop].zero_()
 
     def marks(self, raw: torch.Tensor) -> torch.Tensor | None:
-        """Return the state array, [numel], whose sign bits hold one bit of each master (the mark of RemainderMasters).
-        The array is a view of `raw`. Return None for a master format without marks."""
+        """Return the state array, [numel], with RemainderMasters' marks in its signs; None for other formats."""
         return _view(raw, self.arrays[0]) if len(self.masters.dtypes) > 1 else None
 
     def views(self, raw: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Return a view of each state array in `raw`, the slot's bytes, by the array's offset. Call this once for many
-        pieces: a view takes microseconds."""
-        return {array.offset: _view(raw, array) for array in self.arrays}
+        """Return offset -> view of each state array in `raw`, the slot's bytes."""
+        return {array.offset: _view(raw, array) for array in self.arrays}  # takes microseconds for each view
 
     def state(
         self,
@@ -354,10 +325,8 @@ class StateLayout:
         stop: int | None = None,
         views: Mapping[int, torch.Tensor] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Return name -> view of a piece's state in `raw`, the slot's bytes. For an elementwise rule: the state of the
-        piece, or of the elements from its first to `stop`. For any other rule: the piece's whole arrays, in their own
-        shapes.
-        `views`: the result of `views(raw)`; None: the views are made here."""
+        """Return name -> view of a piece's state in `raw`, the slot's bytes. With an elementwise rule the views end at
+        element `stop`, or with the piece. `views`: the result of `views(raw)`; None: made here."""
         state = {}
         for array in self.arrays_for(piece):
             view = _view(raw, array) if views is None else views[array.offset]
@@ -369,13 +338,11 @@ class StateLayout:
         return state
 
     def fields(self, piece: ParamPiece) -> list[StateField]:
-        """Describe the arrays that hold a piece's state. An array that covers the whole sub-group has the sub-group's
-        shape."""
+        """Describe the arrays that hold a piece's state. An array of the whole sub-group has the sub-group's shape."""
         return [array.field for array in self.arrays_for(piece)]
 
     def arrays_for(self, piece: ParamPiece) -> list[StateArray]:
-        """Return the arrays that hold a piece's state: for an elementwise rule, arrays that cover the whole sub-group;
-        for any other rule, the piece's own."""
+        """Return the arrays that hold a piece's state: those of the whole sub-group, or the piece's own."""
         return self._shared_of_group.get(piece.group, []) + self._arrays_of.get(piece.index, [])
 
 
@@ -390,8 +357,7 @@ def gaps(ranges: Iterable[tuple[int, int]], first: int, last: int) -> list[tuple
 
 
 def _shaped(piece: ParamPiece, field: StateField, memory: torch.Tensor) -> torch.Tensor:
-    """Return `memory` as a view in the field's shape. A field with the parameter's shape gets the parameter's strides,
-    as from torch's zeros_like()."""
+    """Return `memory` as a view in the field's shape, with the strides that torch's zeros_like() gives."""
     if field.stride is not None:
         return memory.as_strided(field.shape, field.stride)
     return piece.param.view(memory) if field.shape == piece.param.shape else memory.view(field.shape)
@@ -409,9 +375,9 @@ def _view(raw: torch.Tensor, array: StateArray) -> torch.Tensor:
 def check_params(
     masters: MasterFormat, subgroups: Iterable[SubGroup], param_tiers: Mapping[int, str], state_tiers: Sequence[str]
 ) -> None:
-    """Check that the update can read the parameters, if the format computes masters from them. Raises ConfigError if a
-    parameter is not bf16, or if only one of parameter and state rests on the device. `param_tiers`: unit index -> tier
-    of its parameters. `state_tiers`: the tier of each sub-group's state."""
+    """Raise ConfigError if the format computes masters from parameters that the update cannot read: if a parameter is
+    not bf16, or if only one of parameter and state rests on the device. `param_tiers`: unit index -> tier.
+    `state_tiers`: the tier of each sub-group's state."""
     held = ((segment.unit, state_tiers[subgroup.index]) for subgroup in subgroups for segment in subgroup.segments)
     for unit, state_tier in held if masters.needs_params else ():
         if unit.dtype != torch.bfloat16:

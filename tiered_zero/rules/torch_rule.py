@@ -1,8 +1,6 @@
 """Use any torch.optim class as an update rule: the class's own code makes the step, on views of the tiers' memory.
 
-The rule steps a copy of the user's optimizer that has no state of its own. The file begins with functions that copy an
-optimizer, step chosen parameters, and flatten their state. Other folders use these functions too, for param groups and
-state dicts.
+The functions at the top copy an optimizer, step chosen parameters, and flatten their state.
 """
 
 from __future__ import annotations
@@ -34,11 +32,10 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def bare_copy(optimizer: Optimizer) -> Optimizer:
-    """Copy an optimizer without its parameters, state and step hooks, and without a scheduler's wrapper around `step`.
-    Tensors among its attributes, and containers of tensors, are copied too, because a step may move them to its
-    device."""
+    """Copy an optimizer without its parameters, state, step hooks, and a scheduler's wrapper around `step`."""
     bare = type(optimizer).__new__(type(optimizer))
     omitted = ("step", "param_groups", "state")
+    # Tensors are copied too: a step may move them to its device.
     bare.__dict__.update({name: copied(value) for name, value in optimizer.__dict__.items() if name not in omitted})
     bare.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
     bare.param_groups = []
@@ -83,10 +80,9 @@ def advance(
     states: Sequence[State],
     tracks_group: bool = False,
 ) -> tuple[list[State], Group]:
-    """Step `optimizer` once on `leaves`, its only parameters. `group`: their param group's values, which stay
-    unchanged. `states`: the state of each leaf. Return each leaf's state after the step, and the values of the param
-    group that the step changed. `tracks_group`: look for such values; False for classes known not to change their
-    group."""
+    """Step `optimizer` once on `leaves`, its only parameters. `group`: the values of their param group. `states`: the
+    state of each leaf. Return each leaf's new state, and the group's values that the step changed. `tracks_group`: look
+    for such values; False: the class is known to change none."""
     own = copied_group(group) if tracks_group else group
     optimizer.param_groups = [{**own, "params": list(leaves)}]
     optimizer.state = defaultdict(dict, zip(leaves, states, strict=True))
@@ -149,9 +145,8 @@ def cloned_all(scalars: Sequence[Mapping[str, Any]]) -> list[State]:
 
 
 def flattened(state: Mapping[str, Any]) -> State:
-    """Return a parameter's state without nested containers. A list, tuple or dict called `name` is replaced by a text
-    that gives its type and keys, and each of its items gets the name "name.key". `nested` reverses this. Raises
-    ModelError if two items get the same name."""
+    """Return a parameter's state without nested containers: an item of a list, tuple or dict `name` is called
+    "name.key". `nested` reverses this. Raises ModelError if two items get the same name."""
     flat: State = {}
     for name, value in state.items():
         _flatten(name, value, flat)
@@ -196,8 +191,7 @@ def example_leaf(values: torch.Tensor) -> torch.Tensor:
 
 
 def leaves_of(runs: Sequence[Run]) -> list[torch.Tensor]:
-    """Return the masters of `runs` as parameters. Their `.grad` is the run's gradient in fp32, multiplied by the
-    scale."""
+    """Return the masters of `runs` as parameters. `.grad` is the run's gradient in fp32, multiplied by the scale."""
     leaves = [run.master.detach().requires_grad_() for run in runs]
     grads = [run.grad for run in runs]
     if any(grad.dtype != torch.float32 for grad in grads):
@@ -212,10 +206,9 @@ def leaves_of(runs: Sequence[Run]) -> list[torch.Tensor]:
 
 
 def pieces_of(run: Run) -> list[Run]:
-    """Cut the run of an elementwise rule into shorter runs. On the CPU each is just large enough that every thread has
-    work and calls cost little; torch's temporaries then stay in the cache. (On one thread, AdamW with runs of 256 Ki to
-    512 Ki elements takes about half the time of an uncut run.) On a GPU the cuts only limit temporary memory."""
+    """Cut the run of an elementwise rule into shorter runs, to limit temporary memory."""
     on_cpu = run.master.device.type == "cpu"
+    # On the CPU temporaries then stay in the cache: on one thread AdamW takes half the time.
     size = max(_CHUNK_NUMEL, _GRAIN_NUMEL * torch.get_num_threads()) if on_cpu else DEVICE_CHUNK_NUMEL
     return [run.part(start, start + size) for start in range(0, max(1, run.master.numel()), size)]
 
@@ -258,27 +251,21 @@ REFUSED: dict[type[Optimizer], str] = {
 PROBE_STEPS = 8
 """The number of trial steps in `_refuse_coupling`. RAdam and similar classes change their formula after five steps."""
 _INITIALIZED = "initialized"
-_ABSENT = "absent"
+_ABSENT = "absent"  # for a scalar with an array's name: torch does not have the array yet (SGD without momentum)
 
 _Constructor = Callable[[list[Any]], Optimizer]
 
 
 class TorchRule(UpdateRule):
-    """Steps with an optimizer class's own code, and gives the bits of one plain `optimizer_class(parameters,
-    **defaults)` over whole fp32 parameters and gradients.
+    """Steps with an optimizer class's own code. Gives the bits of one `optimizer_class(parameters, **defaults)` over
+    whole fp32 parameters and gradients.
 
-    A class in ELEMENTWISE gets [n] runs, cut anywhere. Any other class gets whole parameters, one at a time. The update
-    of a parameter must then not depend on other parameters; `state_fields` tests this on two small parameters.
-
-    State arrays are in `Run.state`, all other state in `Run.scalars`, which is empty only before the first step. In the
-    first step torch creates the state, and the rule copies it to `Run.state`. A scalar that has the name of
-    an array, and the value "absent", means that torch does not have this array yet (SGD while its momentum is 0): the
-    array is then not read.
+    A class in ELEMENTWISE gets [n] runs, cut anywhere. Any other class gets whole parameters, one at a time, and must
+    update each of them by itself. Arrays of the state are in `Run.state`, all other state is in `Run.scalars`.
     """
 
     def __init__(self, optimizer_class: type[Optimizer], defaults: Mapping[str, Any]) -> None:
-        """Make the rule for a class and its arguments. Raises ModelError if the class does not accept `defaults`, or
-        cannot step one parameter at a time."""
+        """Make the rule. Raises ModelError if the class refuses `defaults`, or cannot step one parameter at a time."""
         refuse_class(optimizer_class)
         construct: _Constructor = partial(cast(Any, optimizer_class), **defaults)
         try:
@@ -308,8 +295,8 @@ class TorchRule(UpdateRule):
         return rule
 
     def _adopt(self, optimizer: Optimizer, construct: _Constructor | None) -> None:
-        """Set this rule's attributes from `optimizer`. `construct`: makes an optimizer over given param groups, for a
-        class whose constructor creates state; None: the class creates its state in the first step."""
+        """Set this rule's attributes from `optimizer`. `construct`: the constructor, if it creates state; None: the
+        first step creates it."""
         self.name = type(optimizer).__name__
         self.defaults = dict(optimizer.defaults)
         self.elementwise = type(optimizer) in ELEMENTWISE and not optimizer.defaults.get("fused")
@@ -321,10 +308,8 @@ class TorchRule(UpdateRule):
         self._fields: dict[tuple[tuple[int, ...], str], list[StateField]] = {}
 
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
-        """Find the state arrays by two trial steps. A class in ELEMENTWISE is tried on one element. Any other class is
-        tried on whole parameters: on the meta device first, and on the CPU if that fails. Raises ModelError if the
-        class fails on this shape, if its state is neither tensors nor plain values, or if the update of a parameter
-        depends on other parameters."""
+        """Find the state arrays by two trial steps. Raises ModelError if a step fails, if the state is neither tensors
+        nor plain values, or if the update of a parameter depends on other parameters."""
         self._refuse_options(hyper)
         options = repr(sorted((name, value) for name, value in hyper.items() if name != "params"))
         key = ((1,) if self.elementwise else shape, options)
@@ -341,8 +326,7 @@ class TorchRule(UpdateRule):
         return list(self._fields[key])
 
     def update(self, runs: Sequence[Run]) -> None:
-        """Make one step on every run. A run that is cut into pieces makes one step too, not one for each piece. Called
-        on any thread, but on one at a time."""
+        """Make one step on every run. Called on any thread, but on one at a time."""
         for run in runs:
             self._refuse_options(run.hyper, run.master.device)
         with torch.no_grad():
@@ -373,8 +357,7 @@ class TorchRule(UpdateRule):
     def import_state(
         self, values: Mapping[str, Any], state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]
     ) -> State:
-        """Copy the arrays to `state` and return the scalars, as `UpdateRule.import_state` says. Scalar tensors become
-        fp32, except a step count on the CPU, which keeps its dtype, as in torch."""
+        """Import as `UpdateRule.import_state` says. Scalar tensors become fp32, except step counts on the CPU."""
         scalars = flattened(values)
         for name, home in state.items():
             if isinstance(scalars.get(name), torch.Tensor):
@@ -386,21 +369,19 @@ class TorchRule(UpdateRule):
         for name, value in scalars.items():
             if isinstance(value, torch.Tensor):
                 is_count = name.rpartition(".")[2] == "step"
-                dtype = value.dtype if is_count and not by_device else torch.float32
+                dtype = value.dtype if is_count and not by_device else torch.float32  # as in torch
                 scalars[name] = value.detach().to(device, dtype, copy=True)
         return scalars or {_INITIALIZED: True}
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> State:
-        """Return a copy of `scalars`. A step count that is a float, as the native rules have it, becomes a tensor, as
-        torch has it."""
+        """Return a copy of `scalars`. A float step count, as the native rules have it, becomes a tensor."""
         own = dict(scalars)
         if isinstance(own.get("step"), float):
             own["step"] = torch.tensor(own["step"], dtype=torch.float32)
         return own
 
     def _try_state(self, state: State, hyper: Mapping[str, Any]) -> None:
-        """Try to step one element from `state`. Raises ModelError if that fails, for example because a key is
-        missing."""
+        """Step one element from `state` as a trial. Raises ModelError if that fails."""
         leaf = example_leaf(torch.zeros(1))
         try:
             with dry_steps():
@@ -412,14 +393,12 @@ class TorchRule(UpdateRule):
             ) from error
 
     def _batches(self, runs: Sequence[Run]) -> Iterator[list[tuple[Run, Run]]]:
-        """Yield lists of (piece, its run). torch steps all pieces of a list in one call, with the code that the param
-        group's options foreach and fused choose. For a class in ELEMENTWISE on an accelerator a list has many pieces of
-        one param group, and each operation is launched once for all of them. Otherwise a list has one piece."""
+        """Yield lists of (piece, its run). torch steps all pieces of a list in one call."""
         is_known = type(self._optimizer) in ELEMENTWISE
         waiting: dict[tuple[int, float], list[tuple[Run, Run]]] = {}
         for run in runs:
             for piece in pieces_of(run) if self.elementwise else (run,):
-                if run.master.is_cpu or not is_known:
+                if run.master.is_cpu or not is_known:  # only an accelerator gains from one launch for many pieces
                     yield [(piece, run)]
                     continue
                 batch = waiting.setdefault((id(run.hyper), run.grad_scale), [])
@@ -430,8 +409,7 @@ class TorchRule(UpdateRule):
         yield from waiting.values()
 
     def _step(self, batch: Sequence[tuple[Run, Run]]) -> None:
-        """Step pieces of one param group with torch's own code. `batch`: pairs (piece of a run, that run). Set the
-        scalars of each run to those of its piece."""
+        """Step pieces of one param group with torch's own code. `batch`: pairs (piece of a run, that run)."""
         pieces = [piece for piece, _ in batch]
         leaves, group = leaves_of(pieces), pieces[0].hyper
         states = [
@@ -448,8 +426,7 @@ class TorchRule(UpdateRule):
             torch._foreach_copy_(outs, [piece.master for piece in pieces if piece.out is not None])
 
     def _store(self, run: Run, leaf: torch.Tensor, after: State) -> None:
-        """Copy the results of a step, the parameter `leaf` and the state `after`, to the arrays of `run`; the caller
-        writes `Run.out`."""
+        """Copy a step's results, the parameter `leaf` and the state `after`, to the arrays of `run` except `out`."""
         arrays, scalars = self._split(after)
         run.scalars = scalars if type(self._optimizer) in ELEMENTWISE else cloned(scalars)  # others may keep references
         for name, home in run.state.items():
@@ -473,20 +450,17 @@ class TorchRule(UpdateRule):
         return dict(self._construct([{**group, "params": [leaf]}]).state[leaf])
 
     def _write_back(self, name: str, value: torch.Tensor, home: torch.Tensor) -> None:
-        """Copy `value`, a result of the step, to `home`, its array in the run. Copy nothing if torch has written the
-        result into `home` itself. It does so in every step but the first, unless the optimizer class replaces its
-        arrays. `name`: for the error message. Raises ModelError if dtype or shape differ."""
+        """Copy `value`, a result of the step, to `home`. Raises ModelError if dtype or shape differ."""
         if value.shape != home.shape or value.dtype != home.dtype:
             raise ModelError(
                 f"{self.name} was planned with {name} of {home.dtype} {tuple(home.shape)}; its step left {value.dtype} "
                 f"{tuple(value.shape)}. Its state must keep dtype and shape."
             )
-        if value.data_ptr() != home.data_ptr():
+        if value.data_ptr() != home.data_ptr():  # the first step, or a class that replaces its arrays
             home.copy_(value.detach())
 
     def _split(self, state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], State]:
-        """Split state into arrays and scalars; scalars are 0-d tensors and plain values. Raises ModelError for anything
-        else."""
+        """Split state into arrays and scalars (0-d tensors and plain values). Raises ModelError for anything else."""
         arrays: dict[str, torch.Tensor] = {}
         scalars: State = {}
         for name, value in flattened(state).items():
@@ -508,8 +482,7 @@ class TorchRule(UpdateRule):
         return arrays, scalars
 
     def _dry_run(self, shape: tuple[int, ...], hyper: Mapping[str, Any], device: str) -> list[StateField]:
-        """Make two trial steps on a parameter of ones, and describe the state arrays. Raises ModelError if a step
-        fails."""
+        """Describe the state arrays after two trial steps on a parameter of ones. Raises ModelError if a step fails."""
         optimizer = bare_copy(self._optimizer)
         leaf = example_leaf(torch.ones(shape, device=device))
         try:
@@ -537,9 +510,7 @@ class TorchRule(UpdateRule):
         ]
 
     def advance_groups(self, groups: Sequence[dict[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> None:
-        """Make the changes of one step in the user's param groups, for optimizer classes that keep step counts in their
-        groups. `frozen`: copies of the groups, which the step uses. A trial step on a small parameter finds the
-        changes; `_check_group` compares them with the changes of the real step."""
+        """Make one step's changes in the user's param groups, as a trial step on a small parameter finds them."""
         self._expected = []
         if not self.keeps_group_state:
             return
@@ -562,9 +533,8 @@ class TorchRule(UpdateRule):
             )
 
     def _refuse_coupling(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> None:
-        """Check that the class updates each parameter by itself: step two small parameters together with the class, and
-        separately with this rule. Raises ModelError if the bits differ, because the class counts steps in its own
-        attributes or sums over parameters."""
+        """Raise ModelError if the class does not update each parameter by itself: if two small parameters get other
+        bits when the class steps them together than when this rule steps each alone."""
         generator = torch.Generator().manual_seed(0)
         starts = torch.randn((2, *shape), generator=generator)
         grads = torch.randn((PROBE_STEPS, 2, *shape), generator=generator)
@@ -612,9 +582,8 @@ class TorchRule(UpdateRule):
             )
 
     def refuse_unplanned(self, arrays: Collection[str], planned: Collection[str]) -> None:
-        """Raise ModelError if a step needs state arrays that were not planned; an option that needs them was then set
-        too late. `arrays`: the names of the arrays that were not planned. If it is empty, do nothing. `planned`: the
-        names of the planned arrays, for the error."""
+        """Raise ModelError if a step needs state arrays that were not planned. `arrays`: their names; if empty, nothing
+        is raised. `planned`: the names of the planned arrays, for the message."""
         if arrays:
             raise ModelError(
                 f"{self.name} was planned with the state arrays {sorted(planned)}; it needs {sorted(arrays)} "
@@ -634,9 +603,9 @@ class TorchRule(UpdateRule):
 
 
 def _stride(array: torch.Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the strides of a state array in an unusual memory order, such as that of eigenvectors; the order decides
-    how products round. Return None if the array is row-major, has the parameter's shape, or is not dense. `shape`: the
-    parameter's shape."""
+    """Return the strides of a state array in an unusual memory order; None if it is row-major, has the parameter's
+    `shape`, or is not dense."""
+    # The order, such as that of eigenvectors, decides how products round.
     is_usual = tuple(array.shape) == shape or array.is_contiguous()
     return None if is_usual or not torch.ops.aten.is_non_overlapping_and_dense(array) else array.stride()
 
