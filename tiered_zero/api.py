@@ -42,20 +42,16 @@ def initialize(
 ) -> tuple[Engine, TieredOptimizer, TrainingLoader | None, Any]:
     """Plan the run, move the model onto its tiers, and return (engine, optimizer, dataloader, lr_scheduler).
 
-    The arguments have DeepSpeed's names and order. `config` (or `config_params`): a DeepSpeed-style dict, or the path
-    of a JSON file; `args.deepspeed_config` may name the file instead. `mpu` and `mesh_param`: accepted only if they do
-    not split the model over ranks.
-    `model`: on any device. A model on the meta device gets its values unit by unit, from its own initialisers or from
-    the files of `tiered_zero.weights`.
-    `optimizer`: any torch optimizer over the model's parameters, or a callable that makes one from them; it is used
-    instead of the config's. `model_parameters`: the parameters or param groups to train; by default every
-    parameter of the model that requires a gradient.
-    `lr_scheduler`: a scheduler, or a callable that makes one from the optimizer; it is used instead of the config's.
-    `training_data`: a dataset, for which a TrainingLoader with the config's micro-batch size is made, in the dataset's
-    order; or a `TrainingLoader`, which may shuffle and have workers. Checkpoints save the loader's position.
+    `config` (or `config_params`): a DeepSpeed-style dict or the path of a JSON file; `args.deepspeed_config` may name
+    the file instead. `model`: on any device, and changed in place: its parameters hold values only while they are used.
+    On the meta device it gets its values from its own initialisers or from `tiered_zero.weights`.
 
-    The model is changed in place: its parameters become views that hold values only while they are used. Raises
-    ConfigError, ModelError, PlanError or StoreError, where possible before anything is allocated or written.
+    `optimizer`: any torch optimizer over the model's parameters, or a callable that makes one from them.
+    `lr_scheduler`: a scheduler, or a callable that makes one from the optimizer. Both are used instead of the config's.
+    `model_parameters`: the parameters or param groups to train; default: all that require a gradient. `training_data`:
+    a dataset, read in its order, or a `TrainingLoader`. `mpu`, `mesh_param`: must not split the model over ranks.
+
+    Raises ConfigError, ModelError, PlanError or StoreError, where possible before anything is allocated or written.
     """
     if isinstance(args, nn.Module):
         raise ModelError(
@@ -129,8 +125,8 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def _check_one_rank(**sizes: object) -> None:
-    """Raise ModelError if an argument asks for ranks that split the model. `sizes`: name of an argument of `initialize`
-    -> the mpu or mesh that the script passed, or None."""
+    """Raise ModelError if an mpu or mesh splits the model over ranks. `sizes`: argument of `initialize` -> its
+    value."""
     for name, given in sizes.items():
         ask = getattr(given, "get_model_parallel_world_size", None) or getattr(
             given, "get_tensor_model_parallel_world_size", None

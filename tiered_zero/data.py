@@ -21,20 +21,15 @@ _COUNT = range(1 << 63)
 class TrainingLoader(DataLoader[Any]):
     """A DataLoader that can save its position in the data, and later continue with the next batch.
 
-    `initialize(training_data=...)` accepts a TrainingLoader and returns one; checkpoints then save its position. To
-    save another loader's position, put its `state_dict()` into client_state. Samples come in the dataset's order; with
-    `shuffle` they come in a random order that depends only on `seed` and the number of the pass. `options`: arguments
-    of DataLoader, except sampler, batch_sampler and generator, because these decide the order.
+    `initialize(training_data=...)` accepts and returns one; checkpoints then save its position. Samples come in the
+    dataset's order; with `shuffle` the order depends only on `seed` and the number of the pass. A pass is one `iter()`
+    over the data. `options`: arguments of DataLoader, except sampler, batch_sampler and generator.
 
-    A pass is one `iter()` over the data.
-
-    * A batch is counted when the user takes it, not when a worker reads it ahead.
+    * A batch is counted when the user takes it.
     * A pass ends early if its iterator is dropped, as after `break`. The next pass begins at the first sample.
-    * If a state was saved in the middle of a pass, the next `iter()` after loading it gives exactly the remaining
-      batches of that pass. A pass is over when its iterator has raised StopIteration: a state that was saved after the
-      last batch and before this error gives an empty pass first.
-    * Resuming leaves the random generators as they are. Without workers, samples that use random numbers are resumed
-      with equal bits. Worker processes have their own generators, which begin again.
+    * A state saved in the middle of a pass continues with the remaining batches. One saved after the last batch, before
+      StopIteration, gives an empty pass first.
+    * Random numbers in samples are resumed with equal bits without workers only.
     * An IterableDataset has no index: the batches taken before are read again and dropped.
     """
 
@@ -76,17 +71,13 @@ class TrainingLoader(DataLoader[Any]):
         return begun
 
     def split(self, rank: int, num_ranks: int) -> None:
-        """Give this rank every `num_ranks`-th sample, beginning with sample `rank`.
-
-        All ranks get the same number of samples. If the dataset does not divide evenly, its first samples come again at
-        the end of the pass; with `drop_last` its last samples are left out instead. An IterableDataset is not split
-        here: it has to split itself."""
+        """Give this rank every `num_ranks`-th sample, from sample `rank` on. Ranks get equal numbers: the first samples
+        come again at the end, or the last are left out with `drop_last`. An IterableDataset has to split itself."""
         if self._order is not None:
             self._order.rank, self._order.num_ranks, self._order.drops = rank, num_ranks, self.drop_last
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this loader's position, and what decides the order of its samples. The values are plain, except one
-        tensor: the state of torch's generator when the pass began."""
+        """Return this loader's position, and what decides the order of its samples, as plain values and one tensor."""
         self._end_current(only_gone=True)
         current = self._current() if self._current is not None else None
         order = self._order
@@ -107,8 +98,7 @@ class TrainingLoader(DataLoader[Any]):
         return state
 
     def check_state_dict(self, state: Any) -> None:
-        """Raise StoreError if `state` does not have the form that `state_dict()` returns. `state`: untrusted, since it
-        comes from a file."""
+        """Raise StoreError if `state`, from a file, does not have the form that `state_dict()` returns."""
         names = {"pass", "num_batches", "num_samples", "random_state", "length", "shuffle", "seed"}
         if type(state) is not dict or state.keys() != names:
             raise StoreError(f"A loader's state was expected to have {', '.join(sorted(names))}; found {state!a:.200}.")
@@ -130,12 +120,8 @@ class TrainingLoader(DataLoader[Any]):
                 raise StoreError(f"A loader's random_state is not what was saved: {error}.") from None
 
     def resplit(self, state: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
-        """Convert `state` to this loader's number of ranks. `num_ranks`: the number of ranks of the loader that saved
-        `state`.
-
-        In the middle of a pass the ranks continue behind the samples that were taken. If the number of these samples is
-        not divisible by this loader's number of ranks, the remainder (the last taken samples, fewer than there are
-        ranks) is given a second time."""
+        """Convert `state`, saved with `num_ranks` ranks, to this loader's number of ranks. In the middle of a pass the
+        last taken samples come again if the ranks do not divide their number."""
         order, length = self._order, state["length"]
         if order is None or num_ranks == order.num_ranks or length != order.length_of(num_ranks):
             return dict(state)
@@ -144,11 +130,8 @@ class TrainingLoader(DataLoader[Any]):
         return {**state, "num_samples": num_samples, "num_batches": num_batches, "length": len(order)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next `iter()` continue from `state`. Existing iterators are not changed.
-
-        If the dataset's length has changed, the saved pass begins again at its first sample, and a warning says so.
-        Raises StoreError, with nothing changed, if `state` is not the state of a loader.
-        """
+        """Make the next `iter()` continue from `state`. If the dataset's length has changed, the saved pass begins
+        again, with a warning. Raises StoreError, with nothing changed, if `state` is not the state of a loader."""
         self.check_state_dict(state)
         order = self._order
         self._current = None
@@ -186,8 +169,8 @@ class TrainingLoader(DataLoader[Any]):
             self._end_current()
 
     def _end_current(self, only_gone: bool = False) -> None:
-        """End the pass under way, so that the next pass gets the next number. `only_gone`: end it only if its iterator
-        no longer exists."""
+        """End the pass under way, so that the next one gets the next number. `only_gone`: only if its iterator is
+        gone."""
         if self._current is not None and not (only_gone and self._current() is not None):
             self._current = None
             self._num_passes += 1
@@ -207,8 +190,8 @@ class _Pass(Iterator[Any]):
         num_batches: int = 0,
         num_samples: int = 0,
     ) -> None:
-        """`random_state`: the state of torch's generator when the pass began. `num_batches`, `num_samples`: the numbers
-        that were taken before a pass was resumed; 0 in a new pass."""
+        """`random_state`: of torch's generator when the pass began. `num_batches`, `num_samples`: taken before it was
+        resumed."""
         self._loader = loader
         self.number = number
         self.random_state = random_state
@@ -236,7 +219,7 @@ class _Pass(Iterator[Any]):
 @final
 class _Order(Sampler[int]):
     """Yields the indices of one rank's samples, from position `start` on, in the order of the pass `number`. `drops`:
-    whether to leave out the last samples if there is not one for every rank."""
+    leave out the last samples that do not suffice for every rank."""
 
     rank, num_ranks, drops = 0, 1, False
 

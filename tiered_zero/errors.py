@@ -2,8 +2,7 @@
 
 
 def add_note(error: BaseException, text: str) -> None:
-    """Let Python print `text` below the traceback of `error`. A second call with the same text adds nothing. Does
-    nothing on Python 3.10, which has no notes."""
+    """Let Python print `text` below the traceback of `error`, once. Does nothing on Python 3.10, which has no notes."""
     if hasattr(error, "add_note") and text not in getattr(error, "__notes__", ()):
         error.add_note(text)
 
@@ -53,8 +52,7 @@ class UntaggedCommitError(StoreError):
 
 
 class CorruptionError(StoreError):
-    """Bytes read back are not the bytes written. No update is computed from damaged bytes. A failed load may have left
-    damaged bytes in weights or state, so the engine takes no further step."""
+    """Bytes read back are not the bytes written. After a failed load the engine takes no further step."""
 
 
 class EngineFailedError(TieredZeroError):

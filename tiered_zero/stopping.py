@@ -18,11 +18,9 @@ TERMINATED = 128 + signal.SIGTERM
 
 @final
 class StopRequest:
-    """Remembers that a signal has asked the program to stop.
-
-    `at_boundary`: True: the first signal is only remembered; the program ends its step, saves, and stops by itself.
-    False: the first signal raises. Later signals raise in both cases. Ctrl-C raises KeyboardInterrupt and SIGTERM
-    raises SystemExit, in the main thread. `code`: the exit code for the first signal; None if none has come."""
+    """Remembers that a signal has asked the program to stop. `at_boundary`: only remember the first signal; if False,
+    it raises. Later signals raise: Ctrl-C KeyboardInterrupt, SIGTERM SystemExit, in the main thread. `code`: the exit
+    code for the first signal, or None."""
 
     def __init__(self, at_boundary: bool) -> None:
         self.at_boundary = at_boundary
@@ -53,12 +51,11 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(*, at_boundary: bool = True) -> Iterator[StopRequest]:
-    """A context manager: inside the block SIGTERM and Ctrl-C ask training to end, instead of ending it at once.
+    """Let SIGTERM and Ctrl-C ask training to end, instead of ending it at once, inside the block.
 
-    Yields a StopRequest to check after each `engine.step()`: it is true once a signal has come. A second signal ends
-    the engine's call at once, by SystemExit or KeyboardInterrupt; the program can then close the engine, which removes
-    its files. If that signal comes in the middle of an update, the engine cannot be used afterwards. Enter the block
-    in the main thread. `at_boundary`: False lets the first signal raise at once too.
+    Yields a StopRequest to check after each `engine.step()`: it is true once a signal has come. A second signal raises
+    SystemExit or KeyboardInterrupt at once; in the middle of an update this ends the engine. Enter the block in the
+    main thread. `at_boundary`: False lets the first signal raise too.
     """
     request = StopRequest(at_boundary)
     numbers = [signal.SIGTERM]

@@ -1,9 +1,8 @@
 """Wrap the operating system: file descriptors, anonymous memory, forks, and the control groups of this process.
 
-Promise: a descriptor is closed exactly once, at the latest when its object is collected. A forked child, which has the
-memory of its parent's objects but not their threads, can find out that it is a child. Control groups are read because
-they may allow less memory and fewer processors than the machine has. Owner: the caller that opened the descriptor or
-mapped the memory. Never: imports torch or numpy, or knows of a run.
+Promise: a descriptor is closed exactly once, at the latest when its object is collected. A forked child can find out
+that it is one. Owner: the caller that opened the descriptor or mapped the memory. Never: imports torch or numpy, or
+knows of a run.
 """
 
 from __future__ import annotations
@@ -29,10 +28,8 @@ logger = logging.getLogger("tiered_zero")
 
 @final
 class Descriptor(int):
-    """An open file descriptor of this process, made by `opened`.
-
-    It is closed by `close`, at the end of a `with` block, or when the object is collected. It is an int, so that it can
-    be passed to functions of `os`; keep the object alive while they use the descriptor."""
+    """An open file descriptor of this process, made by `opened`, and an int for functions of `os`. It is closed by
+    `close`, at the end of a `with` block, or when the object is collected."""
 
     closed = False
 
@@ -65,9 +62,8 @@ CLOSED.closed = True
 
 
 def map_memory(nbytes: int, *advice: str, flags: int = 0) -> mmap.mmap:
-    """Map private, page-aligned memory of zeros. A page takes memory when it is first touched.
-
-    `advice`: names of madvise(2) constants, such as "MADV_HUGEPAGE"; those that the system refuses are skipped."""
+    """Map private, page-aligned memory of zeros. `advice`: names of madvise(2) constants, such as "MADV_HUGEPAGE";
+    those that the system refuses are skipped."""
     mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags)
     for name in advice:
         if hasattr(mmap, name):
@@ -85,12 +81,9 @@ _LEAST_STRETCH_NBYTES = 16 << 20
 
 
 def touch_pages(address: int, nbytes: int, num_threads: int, cpus: Collection[int] = ()) -> None:
-    """Allocate the pages of a mapping, on several threads; their content stays.
-
-    Called before pages are pinned, because pinning allocates them on one thread. The system clears each page when it
-    allocates it, in 0.4 s of a core per GiB (0.05 s in huge pages). `cpus`: the processors on which the threads run;
-    the pages then lie on the NUMA node of these processors. Does nothing if the system refuses, or if the mapping is
-    too small for two threads and `cpus` is empty."""
+    """Allocate the pages of a mapping on several threads, before they are pinned: pinning uses one thread, 0.4 s per
+    GiB. `cpus`: the processors of the threads, whose NUMA node gets the pages. Does nothing if the system refuses, or
+    for a small mapping without `cpus`."""
     stretch_nbytes = align_up(max(_LEAST_STRETCH_NBYTES, -(-nbytes // num_threads)), PAGE_NBYTES)
     if sys.platform != "linux" or (nbytes <= stretch_nbytes and not cpus):
         return
@@ -112,11 +105,8 @@ def touch_pages(address: int, nbytes: int, num_threads: int, cpus: Collection[in
 
 @final
 class OwnProcess:
-    """Remembers the process that made this object, so that a forked child can be refused. Any thread. Takes no lock,
-    because a fork may copy a lock while it is held.
-
-    `what`: the user's object as the error's text calls it, such as "engine". `error`: the class of that error.
-    """
+    """Remembers the process that made this object, to refuse a forked child. Any thread. `what`: the user's object in
+    the error's text. `error`: the class of that error."""
 
     def __init__(self, what: str = "engine", error: type[TieredZeroError] = ModelError) -> None:
         self._what, self._error = what, error
@@ -136,11 +126,8 @@ class OwnProcess:
 
 
 def cgroup_folders(controller: str, proc: Path, mount: Path) -> Iterator[Path]:
-    """Yield the folder of this process's control group, then the folders of the groups around it, if they are mounted.
-
-    `controller`: the controller of cgroup v1, such as "memory"; folders of cgroup v2 are yielded too. `proc`, `mount`:
-    usually /proc and /sys/fs/cgroup. Inside a container the group's own folder is often not mounted; the limits in the
-    folders around it apply."""
+    """Yield the mounted folders of this process's control group and of the groups around it. `controller`: of cgroup
+    v1, such as "memory"; v2 is included. `proc`, `mount`: usually /proc and /sys/fs/cgroup."""
     for line in read_text(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -151,6 +138,7 @@ def cgroup_folders(controller: str, proc: Path, mount: Path) -> Iterator[Path]:
             continue
         inside = Path(path.lstrip("/"))
         for root in dict.fromkeys(roots):
+            # inside a container the group's own folder is often not mounted; outer limits apply
             yield from (folder for part in (inside, *inside.parents) if (folder := root / part).is_dir())
 
 
@@ -163,7 +151,7 @@ def read_text(path: Path) -> str:
 
 
 def processor_name() -> str:
-    """Return the processor's model as /proc/cpuinfo names it; without that, the name of the machine's architecture."""
+    """Return the processor's model as /proc/cpuinfo names it; else the machine's architecture."""
     lines = read_text(Path("/proc/cpuinfo")).splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())
@@ -180,7 +168,7 @@ GOOD, POOR, BAD = "ok", "slow", "off"
 @dataclass(frozen=True)
 class Finding:
     """One line of `tiered-zero doctor`. `name`: what was checked. `state`: "ok", "slow" (works, but not at full speed)
-    or "off". `found`: the result. `fix`: what the user can do; "" if nothing."""
+    or "off". `fix`: what the user can do; "" if nothing."""
 
     name: str
     state: str

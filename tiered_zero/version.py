@@ -3,5 +3,4 @@
 __version__ = "0.1.0"
 
 DEEPSPEED_VERSION = "0.19.8+tiered.zero"
-"""The version of DeepSpeed whose names `tiered_zero.deepspeed` has: libraries compare it with the version that they
-need."""
+"""The version of DeepSpeed whose names `tiered_zero.deepspeed` has. Libraries compare it with their least version."""

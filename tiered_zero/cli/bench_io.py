@@ -1,8 +1,7 @@
 """Find the best of four aio settings for a disk: `tiered-zero bench io DIR`.
 
-Each setting is tried on one file with three loads: reads, writes, and both at once. The I/O engine is the one that a
-run would choose in DIR. The score of a setting is the geometric mean of its three rates. The rates of the default
-setting are saved for plans (assembly/machine_rates.py).
+Each setting is tried on one file with reads, writes, and both at once; its score is the geometric mean of the rates.
+The rates of the default setting are saved for plans.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ SETTINGS = (
     IOSettings(block_size=2 * MIB, queue_depth=4),
     IOSettings(block_size=2 * MIB, queue_depth=16),
 )
-"""The default setting; then those that were best in tools/bench/records/io.jsonl, among blocks of 1 to 4 MiB and queue
-depths of 4 to 16: for reads (and for reads and writes at once), for both at once as fio measures it, for writes."""
+"""The default setting; then the best of tools/bench/records/io.jsonl for reads, for both at once as fio measures it,
+and for writes."""
 
 MAX_SECONDS = 60
 """The largest value of --seconds, and its default."""
@@ -83,11 +82,9 @@ def io(directory: Path, seconds: float, as_json: bool) -> None:
 
 
 def measure_directory(directory: Path, end_s: float, choices: Sequence[IOSettings] = SETTINGS) -> dict[str, Any]:
-    """Measure the disk of `directory` with each of `choices`, and return the report that `bench io --json` prints.
-
-    `end_s`: when to end, by time.perf_counter(). `choices`: the settings to try. The first must be the default ones,
-    which a run uses if its config says nothing; their rates are "disk" in the report. Raises ConfigError, PlanError,
-    StoreError."""
+    """Measure the disk of `directory` with each of `choices`; return what `bench io --json` prints. `end_s`: when to
+    end, by time.perf_counter(). The first of `choices` must be the default: its rates are the report's "disk". Raises
+    ConfigError, PlanError, StoreError."""
     fstype = filesystem_type(directory)
     notes = [line.removeprefix("nvme_path ") for line in filesystem_warnings(str(directory), fstype)]
     swap = SwapDir.create([directory], owner_note="bench io")
@@ -128,9 +125,8 @@ def measure_directory(directory: Path, end_s: float, choices: Sequence[IOSetting
 
 
 def _fill(path: str, directory: Path, free_nbytes: int, seconds: float, notes: list[str]) -> int:
-    """Write the file `path` of WANTED_NBYTES, or of as many bytes as free space and `seconds` allow. Return its size in
-    bytes. If it is smaller than WANTED_NBYTES, add a note to `notes`. Raises PlanError if the disk has no room for
-    LEAST_NBYTES."""
+    """Write the file `path` of WANTED_NBYTES, or of what space and `seconds` allow, and return its bytes. If it is
+    smaller, add a note. Raises PlanError if the disk has no room for LEAST_NBYTES."""
     room_nbytes = free_nbytes * 4 // 5 // MIB * MIB
     if room_nbytes < LEAST_NBYTES:
         raise PlanError(

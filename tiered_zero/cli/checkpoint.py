@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tiered_zero.checkpoint.tag import TagInfo
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Value of --dtype -> torch's name of the dtype. This module does not import torch, so that --help is fast."""
+"""Value of --dtype -> torch's name of the dtype; torch is not imported, so that --help is fast."""
 
 
 @click.group("checkpoint")
@@ -74,8 +74,8 @@ def ls(directory: Path, as_json: bool) -> None:
 def verify_command(directory: Path, as_json: bool) -> None:
     """Read every byte of the checkpoints in DIRECTORY against its checksum; exit code 1 if one is broken or none whole.
 
-    Three kinds are passed over and are no failure: a save that is under way or was cut off; an in-place commit, after
-    the run has committed a later step; another program's checkpoint.
+    These are passed over, and are no failure: a save under way or cut off, an in-place commit after a later one,
+    another program's checkpoint.
     """
     from tiered_zero.checkpoint.tag import find_damage
 
@@ -101,14 +101,13 @@ def verify_command(directory: Path, as_json: bool) -> None:
 
 
 def _echo_reasons(reasons: Iterable[tuple[str, str]]) -> None:
-    """Print for each tag why it cannot be loaded, or what is damaged in it. Consecutive tags with the same text, such
-    as those of in-place commits, share one line. `reasons`: pairs (tag, text)."""
+    """Print each tag's text, of `reasons`: pairs (tag, text). Consecutive tags with the same text share one line."""
     for reason, own in groupby(reasons, key=lambda item: item[1]):
         click.echo(printable(f"{_span([tag for tag, _ in own])}: {reason}"))
 
 
 def _span(tags: Sequence[str]) -> str:
-    """Return the names of consecutive tags as text; of more than 6 tags only the first, the last and their number."""
+    """Return the names of consecutive tags as text; of more than 6, the first, the last and their number."""
     return ", ".join(tags) if len(tags) < 7 else f"{tags[0]} to {tags[-1]} ({len(tags)})"
 
 
@@ -133,12 +132,11 @@ def export(
 ) -> None:
     """Write the weights of a checkpoint in DIRECTORY to OUT, as safetensors that plain torch and transformers load.
 
-    fp32 weights are the masters; bf16 and fp16 weights are the masters rounded, as in training. The model is not built,
-    and memory does not grow with it. Every byte read is checked. Earlier weights of the same model in OUT are replaced,
-    those of another model only with --force.
+    fp32 weights are the masters; bf16 and fp16 weights are the masters rounded, as in training. Memory does not grow
+    with the model. Weights of another model in OUT are replaced only with --force.
 
-    With --like the files in OUT are like those of the model in that directory, so that from_pretrained(OUT) loads them:
-    experts one by one as on the hub, the config with the dtype of the export, the tokenizer.
+    With --like, OUT is like the model in that directory, so that from_pretrained(OUT) loads it: names of weights,
+    config, tokenizer.
     """
     import torch
 
@@ -174,9 +172,9 @@ def export(
 def prune_command(directory: Path, as_json: bool, keep: int, dry_run: bool) -> None:
     """Remove all whole checkpoints in DIRECTORY except the newest N, but never the one that `latest` names.
 
-    The tag of an in-place commit only points to the run's swap directory, and is whole while that directory holds the
-    commit. If the run has committed again since, the tag is removed, and is not one of the N. Swap directories and
-    damaged checkpoints stay: `ls` lists them."""
+    The tag of an in-place commit is removed if the run has committed again since; it is not one of the N. Swap
+    directories and damaged checkpoints stay: `ls` lists them.
+    """
     from tiered_zero.checkpoint.tag import prune
 
     removed = prune(directory, keep, dry_run=dry_run)
@@ -195,7 +193,7 @@ def _state(info: TagInfo) -> Text:
 
 
 def _tags(directory: Path) -> list[TagInfo]:
-    """Return the tags in `directory`, oldest first; if `directory` is itself a checkpoint, return its own tag."""
+    """Return the tags in `directory`, oldest first; if it is itself a checkpoint, its own tag."""
     from tiered_zero.checkpoint.index import MANIFEST_NAME
     from tiered_zero.checkpoint.tag import list_tags, look_at
 

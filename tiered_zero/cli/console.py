@@ -21,7 +21,7 @@ from tiered_zero.plan.gpt_shape import GPTConfig, gpt_of_size, parse_count, pars
 from tiered_zero.sizes import parse_nbytes
 
 DEMO_MODEL = GPTConfig(layers=6, hidden=384, context=256)
-"""10.8 million parameters: 151 MB with master weights and Adam state, about two minutes for DEMO_STEPS on 2 cores."""
+"""10.8 million parameters: about two minutes for DEMO_STEPS on 2 cores."""
 
 DEMO_STEPS = 200
 
@@ -32,8 +32,7 @@ JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 def parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """Return a click callback that converts an option's text by `parse`; if the option is repeated, each of its texts.
-    A ConfigError or ValueError from `parse` is reported as wrong usage."""
+    """Return a click callback that converts an option's text by `parse`. A ConfigError or ValueError is wrong usage."""
 
     def read(_ctx: click.Context, _param: click.Parameter, value: Any) -> Any:
         try:
@@ -63,8 +62,8 @@ def parse_size(text: str) -> GPTConfig:
 
 
 def overlay(settings: dict[str, Any], **own: Any) -> dict[str, Any]:
-    """Return a copy of `settings` (those of a config file) in which options of the command line replace keys of the
-    section "tiered_zero". `own`: the keys; those that are None change nothing."""
+    """Return a copy of `settings`, a config, in which `own` replaces keys of the section "tiered_zero". None changes
+    nothing."""
     section = settings.get("tiered_zero")
     given = {name: value for name, value in own.items() if value is not None}
     if not given or not isinstance(section, dict | None):
@@ -73,8 +72,7 @@ def overlay(settings: dict[str, Any], **own: Any) -> dict[str, Any]:
 
 
 STDERR = Console(stderr=True)
-"""The console of the progress bar and of log lines, so that log lines are printed above the bar. It writes to the
-sys.stderr of the moment."""
+"""The console of the progress bar and of log lines, which it prints above the bar."""
 
 _NUMBERS = {
     *("age", "block", "busy", "bytes", "depth", "mixed", "peak", "planned", "rate while busy", "read", "runs"),
@@ -84,8 +82,7 @@ _NUMBERS = {
 
 
 def stdout() -> Console:
-    """Return a console for results. On a terminal it wraps lines at the terminal's width. In a file or a pipe it keeps
-    lines whole, so that they can be searched. The variable COLUMNS sets another width."""
+    """Return a console for results. It wraps lines on a terminal only, or at the width COLUMNS."""
     return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 1000)
 
 

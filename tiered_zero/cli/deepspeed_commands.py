@@ -1,8 +1,7 @@
 """Replace DeepSpeed's launcher and its distribution.
 
 `tiered-zero launch` starts ranks by torchrun, with the options of DeepSpeed's launcher. `tiered-zero deepspeed-alias`
-installs a distribution named `deepspeed` (the alias): through it other tools import `tiered_zero.deepspeed`. Nothing in
-tiered_zero imports the alias.
+installs a distribution named `deepspeed` (the alias), through which other tools import `tiered_zero.deepspeed`.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Place:
         return self.scripts / "deepspeed"
 
     def remove(self) -> None:
-        """Remove the files of the alias, of any version, and then its directories if they are empty."""
+        """Remove the files of the alias, of any version, and directories that are then empty."""
         package = self.packages / "deepspeed"
         files = [path for path in (package / "__init__.py", self.command) if _is_ours(path)]
         files += package.glob("__pycache__/__init__.*.pyc") if package / "__init__.py" in files else ()

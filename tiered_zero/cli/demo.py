@@ -39,8 +39,7 @@ MIN_PARAMETERS, MAX_PARAMETERS = 100e6, 1e11
 
 
 def parse_layers(text: str) -> int:
-    """Convert a number of parameters, such as "750M", to a number of blocks: the model with so many blocks has about so
-    many parameters. Raises ConfigError."""
+    """Convert a number of parameters, such as "750M", to a number of blocks. Raises ConfigError."""
     count = parse_count(text)
     if not MIN_PARAMETERS <= count <= MAX_PARAMETERS:
         raise ConfigError(f"expected {MIN_PARAMETERS:.0e} to {MAX_PARAMETERS:.0e} parameters; found {text}")
@@ -55,10 +54,9 @@ def parse_layers(text: str) -> int:
 def demo(directory: Path, layers: int) -> None:
     """Train a model that does not fit: plain PyTorch runs out of memory, the same model here does not.
 
-    Runs three processes, in one to two minutes on two idle cores, as fast as the disk allows: plain PyTorch with a
-    limit on its memory; the same model in the same memory, with its swap files in DIRECTORY; plain PyTorch without the
-    limit, if this machine has the memory for it. The losses must be equal in every bit. All files are removed at the
-    end.
+    Runs three processes, in one to two minutes on two idle cores: plain PyTorch with a limit on its memory; the same
+    model in the same memory, with its swap files in DIRECTORY; plain PyTorch without the limit, if there is memory for
+    it. The losses must be equal in every bit. All files are removed at the end.
     """
     from tiered_zero.demo.forms import Form
     from tiered_zero.hardware.probe import available_host_nbytes
@@ -136,8 +134,7 @@ def _own_directory(parent: Path) -> Iterator[Path]:
 
 
 def _train(form: Form) -> tuple[list[float], str]:
-    """Run the training that `form` describes in a process of its own, and print its steps. Return the losses, and the
-    error of the process; "" if there is none."""
+    """Train `form` in a process of its own, and print its steps. Return the losses, and the process's error or ""."""
     began_s, losses, error = time.perf_counter(), list[float](), ""
     command = [sys.executable, "-m", "tiered_zero.demo.forms", json.dumps(asdict(form))]
     environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "1"}  # fewer page faults

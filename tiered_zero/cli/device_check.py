@@ -20,8 +20,7 @@ WIDTH = 64
 
 
 def examine_device(pinned_nbytes: int) -> Iterator[Finding]:
-    """Check the accelerator and yield the findings. If there is no accelerator, or no kernel runs on it, the finding
-    that says so is the last. `pinned_nbytes`: bytes to pin as a test."""
+    """Check the accelerator and yield the findings. `pinned_nbytes`: bytes to pin as a test."""
     accelerator = build_accelerator()
     try:
         if accelerator.device.type == "cpu":
@@ -48,8 +47,8 @@ def examine_device(pinned_nbytes: int) -> Iterator[Finding]:
 
 
 def check_steps(accelerator: Accelerator) -> Finding:
-    """Train a small model for NUM_STEPS with its parameters and state in host memory, and compare its weights with
-    those of plain PyTorch. Both compute on the device and run AdamW on the CPU."""
+    """Train a small model for NUM_STEPS with its state in host memory, and compare its weights with those of plain
+    PyTorch."""
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
     batches = torch.randn(NUM_STEPS, 8, WIDTH, device=accelerator.device)

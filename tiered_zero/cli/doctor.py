@@ -1,7 +1,4 @@
-"""Check what works on this machine and in a directory, and say how to fix what does not work: `tiered-zero doctor`.
-
-With `--device` the command checks the accelerator instead (device_check.py).
-"""
+"""Check what works on this machine and in a directory, and say how to fix what does not work: `tiered-zero doctor`."""
 
 from __future__ import annotations
 
@@ -46,9 +43,8 @@ _DISK_S = 8.0
 def doctor(ctx: click.Context, directory: Path, as_json: bool, on_device: bool, measures: bool, pin: int) -> None:
     """Say what works on this machine and in DIRECTORY (the one for nvme_path), and how to mend the rest.
 
-    Writes small files there and removes them. --measure writes one file of at most 1 GiB, and saves the rates of matrix
-    products, memory, link and this disk for `plan`. The exit code is 1 if DIRECTORY cannot be used, or, with --device,
-    if something is off; else 0.
+    Writes small files there and removes them. --measure writes one file of at most 1 GiB, and saves rates for `plan`.
+    The exit code is 1 if DIRECTORY cannot be used, or, with --device, if something is off.
     """
     logging.getLogger("tiered_zero").setLevel(logging.ERROR)
     findings = []
@@ -88,8 +84,7 @@ def examine(directory: Path) -> Iterator[Finding]:
 
 
 def _directory(directory: Path) -> Iterator[Finding]:
-    """Check the directory, and each I/O engine with a file there. If the directory cannot be used, check the engines
-    with files in the temporary directory instead."""
+    """Check the directory and the I/O engines there; if it cannot be used, the engines in the temporary directory."""
     try:
         preflight_directory(directory)
     except TieredZeroError as error:

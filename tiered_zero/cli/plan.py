@@ -1,5 +1,5 @@
-"""Show the bytes on each tier before anything is allocated: `tiered-zero plan CONFIG`. The model is built on the `meta`
-device. Functions that need torch import it themselves, so that `--help` is fast."""
+"""Show the bytes on each tier before anything is allocated: `tiered-zero plan CONFIG`. Functions that need torch import
+it themselves, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -140,10 +140,10 @@ def plan(
 ) -> None:
     """Show the bytes that a run of CONFIG needs on each tier. Allocates nothing.
 
-    If the run does not fit into this machine and its disks, the limits in CONFIG, or the sizes given by option, the
-    table is shown with the reason, and the exit code is 1. With --sequence-length the bytes of activations are part of
-    this. Without it the length is an assumption: a line says whether activations fit, and the exit code does not depend
-    on them."""
+    If the run does not fit into this machine, the limits in CONFIG or the sizes given by option, the table is shown
+    with the reason, and the exit code is 1. Activations are part of this only with --sequence-length; without it a line
+    says whether they fit at an assumed length.
+    """
     machine, whose = machine_to_plan(machine_file, device_memory, host_memory, disks)
     if machine_file is not None:
         device_memory, host_memory = machine.device_nbytes, machine.host_nbytes
@@ -239,8 +239,7 @@ def plan(
 
 def build_planned(source: GPTConfig | Path | str) -> nn.Module:
     """Build the model to plan, on the `meta` device. `source`: the shape of a built-in GPT, the path of a Hugging Face
-    config.json, or "module:function", which returns a model. Raises ConfigError if it cannot be built.
-    """
+    config.json, or "module:function". Raises ConfigError."""
     import torch
 
     from tiered_zero.demo.gpt import build_gpt
@@ -259,14 +258,13 @@ def build_planned(source: GPTConfig | Path | str) -> nn.Module:
 
 
 def _with_checkpoints(model: nn.Module) -> nn.Module:
-    """Set `gradient_checkpointing` on the model. Predictions then include that backward computes its blocks again."""
+    """Set `gradient_checkpointing` on the model, so that predictions include the recomputation in backward."""
     vars(model)["gradient_checkpointing"] = True
     return model
 
 
 class _PlannedRanks:
-    """Replaces the collectives of rank 0 in a run that is only planned: `exchange` returns rank 0's own data for every
-    rank."""
+    """Replaces the collectives of a run that is only planned: every rank sends what rank 0 does."""
 
     rank = 0
 
@@ -285,9 +283,8 @@ def specify_planned(
     host_nbytes: int | None = None,
     rates: Machine | None = None,
 ) -> RunSpec:
-    """Specify the run of rank 0, without opening anything. `ranks`: the number of ranks on the machine.
-    `device_nbytes`: the memory of one rank's device. `host_nbytes`: host memory, which all ranks share. `rates`: the
-    machine's rates, by which a placement is chosen. For each of the last three, None means that of this machine."""
+    """Specify the run of rank 0, without opening anything. `device_nbytes`: for one rank. `host_nbytes`: for all
+    `ranks`. `rates`: for a placement to choose. None: as on this machine."""
     from tiered_zero.assembly.spec import PlannedMachine, specify_run
     from tiered_zero.rules.from_config import check_sections
 
@@ -309,9 +306,8 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def _of_hugging_face(path: Path) -> nn.Module:
-    """Build the model of a Hugging Face config, without weights or a download. Its class is the first in the config's
-    `architectures` that transformers has; if there is none, AutoModelForCausalLM chooses the class. Raises ConfigError
-    if transformers is missing or does not have the model's type."""
+    """Build the model of a Hugging Face config, without weights or a download: the first of `architectures` that
+    transformers has, else what AutoModelForCausalLM makes. Raises ConfigError."""
     values = read_json(path / "config.json" if path.is_dir() else path)
     try:
         import transformers
@@ -335,12 +331,11 @@ def _of_hugging_face(path: Path) -> nn.Module:
 
 
 def _of_function(target: str) -> nn.Module:
-    """Call the function `target`, "module:function", and return its model. The working directory is first on the import
-    path, as with `python -m`. Raises ConfigError."""
+    """Call the function `target`, "module:function", and return its model. Raises ConfigError."""
     from torch import nn
 
     module, _, name = target.partition(":")
-    sys.path.insert(0, "")
+    sys.path.insert(0, "")  # the working directory first, as with `python -m`
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:

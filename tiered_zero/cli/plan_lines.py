@@ -30,18 +30,14 @@ _NO_ESTIMATE = (
 
 
 def written_per_commit(run: RunSpec) -> int:
-    """Return the bytes that one in-place commit copies from memory to disk. Frozen values are not counted: they have
-    one place on disk and are written once. Other values have two places, and each commit writes one of them."""
+    """Return the bytes that one in-place commit copies from memory to disk."""
+    # frozen values have one place on disk, written once
     return sum(slot.nbytes for slot in run.slots if slot.kind == "commit_copy" and slot.num_durable > 1)
 
 
 def directory_needs(run: RunSpec, ranks: int = 1, activation_nbytes: int = 0) -> list[dict[str, Any]]:
-    """Return a row for each swap directory of the run; directories of parameters and state come first.
-
-    A row has the directory's "path", the bytes that `ranks` ranks on one host need there ("nbytes"), and the bytes that
-    they write in a step (_WRITTEN), with a commit after each step if commits are in place. A file that is striped over
-    several directories is counted in equal parts, as on drives of one speed. `activation_nbytes`: the bytes of
-    activations that one micro-batch saves on their tier."""
+    """Return a row for each swap directory: its "path", the bytes that `ranks` ranks need there ("nbytes"), and the
+    bytes that they write in a step (_WRITTEN). `activation_nbytes`: what one micro-batch saves on its tier."""
     from tiered_zero.tiers.rack import nvme_needs, scratch_needs  # imports torch, which no help text needs
 
     zero = run.config.zero_optimization
@@ -55,6 +51,7 @@ def directory_needs(run: RunSpec, ranks: int = 1, activation_nbytes: int = 0) ->
     rows: dict[str, dict[str, Any]] = {}
     for paths, nbytes in (*nvme_needs(run.config, run.plan).items(), *scratch.values()):
         for name, total in {"nbytes": nbytes, _WRITTEN: written.pop(paths, 0)}.items():
+            # equal parts of a striped file, as on drives of one speed
             for path, share in zip(paths, file_nbytes(total, [1.0] * len(paths)), strict=True):
                 row = rows.setdefault(path, {"path": path, "nbytes": 0, _WRITTEN: 0})
                 row[name] += ranks * share
@@ -62,8 +59,8 @@ def directory_needs(run: RunSpec, ranks: int = 1, activation_nbytes: int = 0) ->
 
 
 def look_at_drives(needs: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Look at the directories of `needs`, rows of `directory_needs`. Return the same rows, with "exists" added to each;
-    and a row for each file system, with the bytes that are needed and free there, and whether they fit."""
+    """Return `needs`, rows of `directory_needs`, with "exists" added, and a row for each file system: the bytes needed
+    and free there, and whether they fit."""
     directories = []
     drives: dict[int, tuple[int, list[dict[str, Any]]]] = {}
     for need in needs:
@@ -75,11 +72,8 @@ def look_at_drives(needs: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]
 
 
 def fill_drives(needs: Sequence[dict[str, Any]], disks: Sequence[Disk]) -> list[dict[str, Any]]:
-    """Spread the bytes of swap directories over `disks`, which the user has described. Return a row for each disk, with
-    the keys of `look_at_drives`: its room, the bytes that it gets, its wear. `needs`: rows of `directory_needs`.
-
-    If there are as many disks as directories, disk i gets the bytes of directory i. Otherwise every disk gets an equal
-    share of all bytes."""
+    """Spread `needs`, rows of `directory_needs`, over `disks`: disk i gets directory i if there are as many, else an
+    equal share of all. Return a row for each disk, with the keys of `look_at_drives` and its wear."""
     rows = []
     for index, disk in enumerate(disks):
         own, shares = (needs[index : index + 1], 1) if len(disks) == len(needs) else (needs, len(disks))
@@ -103,8 +97,8 @@ def _drive_row(needs: Sequence[dict[str, Any]], free_nbytes: int, shares: int = 
 
 
 def drive_lines(directories: Sequence[Mapping[str, Any]], drives: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield lines about drives: the bytes needed and free in each swap directory, or on each disk that the user has
-    described; the bytes that a step writes; and after how many steps a drive's rating is reached."""
+    """Yield lines about each directory or disk: bytes needed and free, bytes of a step, steps until its rating is
+    reached."""
     free = {path: drive["free_nbytes"] for drive in drives for path in drive["directories"]}
     given = any("disk" in drive for drive in drives)
     for row in () if given else directories:
@@ -138,12 +132,8 @@ def drive_problems(drives: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 def estimate_lines(
     estimate: ActivationEstimate | None, plan: Plan, device_nbytes: int | None, *, is_given: bool
 ) -> tuple[list[str], str]:
-    """Return (lines, problem). The lines say how many bytes the activations of a micro-batch take in addition to the
-    plan. The problem is a sentence if they do not fit and `is_given` is true; else "".
-
-    `estimate`: None: the activations cannot be estimated, and the line says so. `is_given`: whether the user has given
-    the length of a sample. `device_nbytes`: the size of the device's memory; None: not known.
-    """
+    """Return lines about the activations of a micro-batch, and a problem: a sentence if they do not fit and `is_given`,
+    else "". `is_given`: the user gave the length of a sample. `estimate`, `device_nbytes`: None: not known."""
     if estimate is None:
         return [_NO_ESTIMATE], ""
     length = "" if is_given else " (the most that the model takes; --sequence-length TOKENS sets another)"
@@ -186,8 +176,8 @@ def seconds_facts(step: StepSeconds) -> dict[str, Any]:
 
 
 def seconds_lines(step: StepSeconds, plan: Plan, machine: Machine) -> Iterator[str]:
-    """Yield lines about the predicted step: its seconds by resource; for each tier, how many tokens a step needs so
-    that the tier's transfers are hidden behind compute; and what would shorten the step."""
+    """Yield lines about the predicted step: its seconds by resource, the tokens that hide each tier's transfers, and
+    what would shorten it."""
     sizes = ((tier, plan.nbytes(tier)) for tier in TIERS)
     yield f"Predicted step on {machine.name}:"
     yield f"  bytes     {', '.join(f'{tier} {format_nbytes(nbytes)}' for tier, nbytes in sizes if nbytes)}"

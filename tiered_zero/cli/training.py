@@ -53,14 +53,11 @@ MODEL = "--model"
 
 @final
 class Saver:
-    """Saves a run to `directory` after every `every` steps and at the end (None: at the end only). Main thread.
-
-    A failed save, as on a full disk, is logged, and training continues. Earlier checkpoints stay.
-    """
+    """Saves a run to `directory` after every `every` steps and at the end (None: at the end only). Main thread. A
+    failed save is logged, and training continues."""
 
     def __init__(self, engine: Engine, directory: Path, every: int | None, options: Mapping[str, Any]) -> None:
-        """Prepare to save `engine`. `options`: options of the command line that change the numbers; they are saved with
-        the state."""
+        """`options`: options of the command line that change the numbers, to be saved with the state."""
         self._engine, self._directory, self._every = engine, directory, every
         self._options = dict(options)
         self._begun: tuple[Path, float] | None = None
@@ -76,8 +73,8 @@ class Saver:
             self._save()
 
     def finish(self) -> bool:
-        """Save the last step if no save of it was tried before, and wait until the save is durable. Return whether the
-        last step is saved."""
+        """Save the last step, if this was not tried before, and wait for the save. Return whether the last step is
+        saved."""
         if self._engine.global_steps != self._tried_step:
             self._save("at the end of training")
         self._end_save()
@@ -102,17 +99,15 @@ class Saver:
             self._end_save()
 
     def _is_found(self, error: Exception) -> bool:
-        """Return whether --resume finds the step although its save failed with `error`. It does if only the end of the
-        save failed: the step was committed in place, but its tag is not durable. An older tag of the run then leads to
-        the commit."""
+        """Return whether --resume finds the step although its save failed: it is committed in place, and an older tag
+        leads to it."""
         try:
             return isinstance(error, UntaggedCommitError) and find_checkpoint(self._directory).swap is not None
         except StoreError:
             return False
 
     def _end_save(self) -> None:
-        """Wait until the save that has begun is durable, and log its size. If it fails, the engine has logged the
-        error."""
+        """Wait until the save that has begun is durable, and log its size."""
         if self._begun is None:
             return
         (path, began_s), self._begun = self._begun, None
@@ -134,8 +129,8 @@ class Saver:
 
 
 def compare_options(directory: Path, options: Mapping[str, Any]) -> None:
-    """Compare `options` with those saved in the newest checkpoint of `directory`, and log a warning for each
-    difference. Raises StoreError, and ConfigError if the model differs."""
+    """Log a warning for each of `options` that differs from the newest checkpoint of `directory`. Raises StoreError,
+    and ConfigError if the model differs."""
     with open_reader(find_checkpoint(directory)) as reader:
         saved = read_client_state(reader.manifest.driver).get(_STATE_KEY)
     if not isinstance(saved, dict):
@@ -174,7 +169,7 @@ STEPS_AVERAGED = 20
 """Tokens/s and the time left are averages over this number of last steps."""
 
 _MESSAGE = struct.Struct("<dq")
-"""The message that ranks exchange after a step: the loss, and the exit code of a signal (0: no signal came)."""
+"""What ranks exchange after a step: the loss, and the exit code of a signal (0: none)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,8 +196,8 @@ class Training:
     """Runs `tiered-zero train` on one rank. Main thread."""
 
     def __init__(self, options: TrainOptions) -> None:
-        """Check everything that can be checked before an engine is built. Raises ConfigError, StoreError, and
-        click.BadParameter for a model that cannot read bytes."""
+        """Check what can be checked before an engine is built. Raises ConfigError, StoreError and
+        click.BadParameter."""
         self._options = options
         model = options.model or DEMO_MODEL
         self._model = model = replace(model, context=options.context or model.context)
@@ -274,8 +269,8 @@ class Training:
         return code
 
     def _train(self, engine: Engine, stop: StopRequest, totals: RunTotals) -> int:
-        """Make the remaining steps and the saves. End early at a signal, or at a loss that is not finite. Return the
-        exit code."""
+        """Make the remaining steps and the saves; end early at a signal or a loss that is not finite. Return the exit
+        code."""
         options, progress = self._options, self._progress
         if self._resumes is not None and engine.resumed is not None:
             path, client_state = engine.resumed
@@ -329,8 +324,7 @@ class Training:
             print_report(report, num_parameters(self._model))
 
     def _show_end(self, code: int) -> None:
-        """Print after which step a signal has ended the run, if one has. Raises NonFiniteError if the loss was not
-        finite."""
+        """Say after which step a signal has ended the run. Raises NonFiniteError for a loss that is not finite."""
         progress, steps = self._progress, self._options.steps
         if code == DIVERGED:
             raise NonFiniteError(
@@ -343,12 +337,11 @@ class Training:
 
 
 def train_step(engine: Engine, corpus: Corpus, step: int, context: int, seed: int) -> float:
-    """Run one optimizer step: forward, backward and `step()` for each of this rank's micro-batches. Return the mean
-    loss of these. Micro-batch i of the corpus goes to rank i modulo the number of ranks."""
+    """Run one optimizer step, and return the mean loss of this rank's micro-batches."""
     accumulation, size = engine.config.gradient_accumulation_steps, engine.config.train_micro_batch_size_per_gpu
     losses = []
     for micro in range(step * accumulation, (step + 1) * accumulation):
-        index = micro * engine.world_size + engine.global_rank
+        index = micro * engine.world_size + engine.global_rank  # micro-batches go to the ranks in turn
         tokens, targets = (part.to(engine.device) for part in corpus.batch(index, size, context, seed))
         loss = engine(tokens, targets)
         engine.backward(loss)
@@ -358,8 +351,7 @@ def train_step(engine: Engine, corpus: Corpus, step: int, context: int, seed: in
 
 
 def open_engine(settings: Mapping[str, Any], model: GPTConfig, seed: int) -> Engine:
-    """Build the model on the `meta` device, and an engine for it. The engine initializes the model unit by unit,
-    directly on its tiers."""
+    """Build the model on the `meta` device, and an engine that initializes it on its tiers."""
     torch.manual_seed(seed)
     return tiered_zero.initialize(model=build_gpt(model), config=settings)[0]
 
@@ -396,8 +388,7 @@ def _size(nbytes: int | None) -> str:
 
 
 class TrainingProgress:
-    """Shows loss, learning rate, gradient norm, tokens/s and time left on stderr: as a bar on a terminal, elsewhere as
-    a line every 10 s. One thread."""
+    """Shows progress on stderr: as a bar on a terminal, elsewhere as a line every 10 s. One thread."""
 
     def __init__(self, num_steps: int, is_shown: bool = True) -> None:
         """Prepare the bar. `is_shown`: true on rank 0 only."""
@@ -449,9 +440,8 @@ class TrainingProgress:
 
 
 def agree(engine: Engine, loss: float, code: int | None) -> tuple[float, int | None]:
-    """Exchange loss and exit code with the other ranks after a step. `code`: the exit code of a signal that this rank
-    got; None: it got none. Return the mean loss, and the code of a signal that any rank got, or None. All ranks get the
-    same values. Raises RankError."""
+    """Return the mean loss of all ranks, and the exit code of a signal that any rank got, or None. `code`: this rank's.
+    Every rank calls this. Raises RankError."""
     if engine.world_size == 1:
         return loss, code
     found = [_MESSAGE.unpack(each) for each in engine.exchange(_MESSAGE.pack(loss, code or 0))]

@@ -1,10 +1,9 @@
-"""Provide DeepSpeed's names: `import tiered_zero.deepspeed as deepspeed`, or `import deepspeed` after `tiered-zero
-deepspeed-alias install`, which writes a distribution of that name.
+"""Provide DeepSpeed's names: `import tiered_zero.deepspeed as deepspeed`, or `import deepspeed` after
+`tiered-zero deepspeed-alias install`, which writes a distribution of that name.
 
-Promise: scripts and libraries find the names that they import from DeepSpeed; a name that does not exist here raises an
-error that says what to do. All modules are imported with the package, so that both package names lead to the same
-module objects. Nested modules of DeepSpeed, such as `runtime.zero`, are one flat file each here; SUBMODULES lists them.
-Owner: owns nothing. Never: implements a mechanism; it calls the rest of tiered_zero.
+Promise: scripts find the names that they import from DeepSpeed; a name that does not exist here raises an error with a
+remedy. All modules are imported with the package, so both package names lead to the same modules. Owner: owns nothing.
+Never: implements a mechanism; it calls the rest of tiered_zero.
 """
 
 from __future__ import annotations
@@ -69,8 +68,7 @@ for _name in MISSING:
 
 
 def modules_named(name: str) -> dict[str, ModuleType]:
-    """Return name -> module for this package and its modules. In each name the package is called `name`: "deepspeed"
-    gives "deepspeed", "deepspeed.zero", and so on."""
+    """Return this package and its modules under the package name `name`: "deepspeed", "deepspeed.zero", and so on."""
     return {
         name + path.removeprefix(__name__): module
         for path, module in sys.modules.items()

@@ -24,8 +24,8 @@ def get_accelerator() -> CurrentAccelerator:
 
 @final
 class CurrentAccelerator:
-    """DeepSpeed's object for the device on which torch computes. Names that this class does not have, such as Stream,
-    Event or manual_seed, are looked up in torch's module for the device, such as `torch.cuda`."""
+    """DeepSpeed's object for the device on which torch computes. Other names, such as Stream, are looked up in torch's
+    module for the device."""
 
     def __init__(self) -> None:
         self._type = find_device("auto").type
@@ -56,8 +56,7 @@ class CurrentAccelerator:
         return True
 
     def communication_backend_name(self) -> str:
-        """Return the name of torch.distributed's backend for tensors on the device. It is gloo for a CPU, and for a
-        device for which this torch has no backend."""
+        """Return torch.distributed's backend for the device; gloo for a CPU, and if this torch has none."""
         with suppress(ConfigError):
             return HOST_BACKEND if self._type == "cpu" else device_backend(torch.device(self._type))
         return HOST_BACKEND
@@ -73,8 +72,8 @@ class CurrentAccelerator:
             self._module.empty_cache()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Return the bytes of tensors on the device; on a CPU the process's resident memory, as in DeepSpeed.
-        `device_index`: None: the current device."""
+        """Return the bytes of tensors on the device; on a CPU the process's resident memory. `device_index`: None: the
+        current device."""
         if self._type != "cpu":
             return int(self._module.memory_allocated(device_index))
         with open("/proc/self/statm") as file:

@@ -1,7 +1,7 @@
 """Provide DeepSpeed's `checkpointing`: run functions by torch.utils.checkpoint, which recomputes them in backward.
 
-A checkpoint is here one such call; it saves its inputs until backward. An engine offloads these inputs
-(`tiered_zero.activations`); without an engine `checkpoint_in_cpu` does.
+Their inputs are saved until backward. An engine offloads them (`tiered_zero.activations`); without an engine
+`checkpoint_in_cpu` does.
 """
 
 from __future__ import annotations
@@ -71,11 +71,10 @@ def configure(
 ) -> None:
     """Set how `checkpoint` runs in this process. Raises ConfigError.
 
-    `deepspeed_config`: a dict, the path of a JSON file, or the config of an engine; the arguments below override it.
-    `checkpoint_in_cpu`: keep the inputs of checkpoints in host memory, if no engine moves them already. `synchronize`:
-    wait for the device around each checkpoint. `profile`: log the seconds of each checkpoint. `mpu_`: DeepSpeed's
-    object for model parallelism; `model_parallel_cuda_manual_seed` reads its rank. `partition_activations`: only logs a
-    warning, because inputs are not split over ranks. `contiguous_checkpointing`, `num_checkpoints`: no effect.
+    `deepspeed_config`: a dict, the path of a JSON file, or the config of an engine; other arguments override it.
+    `checkpoint_in_cpu`: keep saved inputs in host memory, unless an engine moves them. `synchronize`: wait for the
+    device around each checkpoint. `profile`: log its seconds. `mpu_`: gives the rank for
+    `model_parallel_cuda_manual_seed`. Other arguments have no effect.
     """
     section, is_partitioned = _read(deepspeed_config)
     partition_activations_in_checkpoint(is_partitioned if partition_activations is None else partition_activations)
@@ -89,8 +88,8 @@ def configure(
 
 
 def _read(config: Any) -> tuple[ActivationCheckpointingSection, bool]:
-    """Return the section activation_checkpointing of a config, and whether partition_activations is true in it (the
-    schema does not have this key)."""
+    """Return the section activation_checkpointing of a config, and its key partition_activations, which the schema
+    lacks."""
     if config is None:
         return ActivationCheckpointingSection(), False
     if isinstance(config, Config):
@@ -113,10 +112,8 @@ def is_configured() -> bool:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `function` without keeping its activations: backward runs it again. This is torch's reentrant checkpoint.
-
-    Tensors in `kwargs` get gradients too, like those in `args`. Returns a tensor, or a tuple of several outputs.
-    """
+    """Run `function` without keeping its activations: backward runs it again. Tensors in `kwargs` get gradients too.
+    This is torch's reentrant checkpoint."""
     names, num_args = list(kwargs), len(args)
 
     def run(*values: Any) -> Any:
@@ -126,8 +123,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Run `function` like `checkpoint`, but by torch's checkpoint that is not reentrant. It keeps the autograd graph of
-    `function`, without the tensors that the graph would save."""
+    """Run `function` like `checkpoint`, but by torch's checkpoint that is not reentrant."""
     return _run(function, args, reentrant=False)
 
 
@@ -147,16 +143,16 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], *, reentrant: bool
 
 
 def _saving(settings: _Settings) -> AbstractContextManager[Any]:
-    """Return the context manager in which a checkpoint runs. It keeps the saved inputs in host memory if `settings` ask
-    for this and no engine moves them; else it does nothing."""
+    """Return the context of a checkpoint: save inputs in host memory if `settings` ask for it and no engine moves
+    them."""
     in_cpu = settings.checkpoint_in_cpu and torch.is_grad_enabled() and not moves_saved_tensors()
     return save_on_cpu() if in_cpu else nullcontext()
 
 
 @contextmanager
 def _watched(settings: _Settings, what: str) -> Iterator[None]:
-    """A context manager: wait for the device before the block. If `settings.synchronize`, also wait after it. If
-    `settings.profile`, log how long it took. `what`: the block's name in the log, such as "forward"."""
+    """Wait for the device before the block, and after it if `settings.synchronize`. If `settings.profile`, log the
+    block's seconds as `what`."""
     get_accelerator().synchronize()
     start_s = time.perf_counter()
     yield
@@ -184,8 +180,8 @@ def reset() -> None:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed two generators. The device's generator gets `seed`. The named random state for modules that are split over
-    ranks gets a seed that differs by model-parallel rank; the rank comes from the `mpu_` of `configure`."""
+    """Seed the device's generator with `seed`, and the named random state for split modules by the rank of
+    `configure`'s `mpu_` too."""
     mpu = _Namespace.settings.mpu if _Namespace.settings is not None else None
     names = ("get_tensor_model_parallel_rank", "get_model_parallel_rank")
     rank = next((getattr(mpu, name)() for name in names if hasattr(mpu, name)), 0)

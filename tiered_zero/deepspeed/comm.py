@@ -25,12 +25,9 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Initialize torch's default process group, if there is none. It has the ranks that the launcher has started;
-    without a launcher it has one rank.
-
-    `timeout`: a timedelta, how long to wait for a rank; half an hour by default. Only `timeout` and
-    `dist_init_required` have an effect. Raises ModelError and RankError.
-    """
+    """Initialize torch's default process group, if there is none; without a launcher it has one rank. `timeout`: a
+    timedelta; default: half an hour. Only `timeout` and `dist_init_required` have an effect. Raises ModelError and
+    RankError."""
     open_default_group(timeout.total_seconds() if timeout is not None else 1800.0, dist_init_required)
 
 

@@ -48,8 +48,7 @@ MISSING = {
     "zero.stage3": "tiered-zero plan shows the bytes of a config on each tier, before a run",
     "zero.TiledLinear": "a linear layer is fetched whole; set tiered_zero.unit_size_cap to a number that holds it",
 }
-"""Path of a module or name of DeepSpeed that does not exist here -> what to do instead. An entry holds for everything
-inside the module too."""
+"""Path of a module or name that does not exist here -> what to do instead. An entry holds for everything inside too."""
 _ANY = "docs/migrating.md lists what scripts take of DeepSpeed, and what does the same here"
 
 
@@ -61,8 +60,8 @@ def _remedy(path: str) -> str:
 
 
 def refuse_other_names(module: str = "") -> Callable[[str], Any]:
-    """Return the `__getattr__` for a file that provides DeepSpeed's `module`: it raises MissingNameError, an
-    AttributeError, for each name that the file does not have. `module`: "" for the package itself."""
+    """Return the `__getattr__` of a file that provides DeepSpeed's `module` ("": the package): it raises
+    MissingNameError."""
 
     def refuse(name: str) -> Any:
         if name.startswith("__"):
@@ -74,9 +73,8 @@ def refuse_other_names(module: str = "") -> Callable[[str], Any]:
 
 
 class MissingModule(ModuleType):
-    """Stands in `sys.modules` for a module or name that does not exist here. `import deepspeed.moe` succeeds and finds
-    this object. An import from the object raises MissingModuleError. Reading an attribute of it, calling it or deriving
-    a class from it raises MissingNameError."""
+    """Stands in `sys.modules` for a module or name that does not exist here. Importing it succeeds; importing from it
+    raises MissingModuleError, and any other use raises MissingNameError."""
 
     def __getattr__(self, name: str) -> Any:
         path = self.__name__.partition(".deepspeed.")[2]

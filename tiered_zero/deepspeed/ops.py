@@ -1,5 +1,5 @@
-"""Provide DeepSpeed's optimizers: torch's classes, and a Lion, with DeepSpeed's defaults. An engine steps them with its
-own kernel."""
+"""Provide DeepSpeed's optimizers, with its defaults: torch's classes, and a Lion. An engine steps them with its own
+kernel."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ def DeepSpeedCPUAdam(
     adamw_mode: bool = True,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Adam:
-    """Make torch's AdamW, or torch's Adam if `adamw_mode` is false. `fp32_optimizer_states` is ignored: the config sets
-    the format of state. Raises ConfigError if `bias_correction` is false (the config's optimizer.params can ask for
-    that), and for param groups that were made for another optimizer."""
+    """Make torch's AdamW, or torch's Adam if `adamw_mode` is false. `fp32_optimizer_states`: no effect. Raises
+    ConfigError if `bias_correction` is false, and for param groups of another optimizer."""
     if not bias_correction:
         raise ConfigError(
             "bias_correction: expected true, as torch's Adam has no other; found false. Name the optimizer in the "
@@ -58,23 +57,17 @@ def FusedAdam(
     amsgrad: bool = False,
     set_grad_none: bool = True,
 ) -> torch.optim.Adam:
-    """Make the same optimizer as `DeepSpeedCPUAdam`. Where the update runs on a GPU, the engine steps it with torch's
-    code."""
+    """Make the same optimizer as `DeepSpeedCPUAdam`."""
     return DeepSpeedCPUAdam(params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode)
 
 
 def _check_groups(params: list[Any]) -> None:
-    """Raise ConfigError for a param group of an optimizer other than Adam. Accelerate hands over the groups of any
-    optimizer, and would train Adam in its place.
-
-    Two kinds of groups are accepted: one without `lr`, which comes from no optimizer, and one with `amsgrad`, which
-    comes from torch's Adam. The groups of bitsandbytes' Lion, SGD and RMSprop have the keys of Adam, but eps or beta2
-    is 0: they are refused."""
+    """Raise ConfigError for a param group of an optimizer other than Adam: Accelerate hands over the groups of any."""
     for group in params:
         if not isinstance(group, dict) or "lr" not in group or "amsgrad" in group:
-            continue
+            continue  # of no optimizer, or of torch's Adam
         found = [key for key, value in group.items() if key not in _KEYS and not isinstance(value, str)]
-        if not (group.get("eps", 1) and group.get("betas", (0, 1))[1]):
+        if not (group.get("eps", 1) and group.get("betas", (0, 1))[1]):  # Lion, SGD and RMSprop of bitsandbytes
             found.append("0 for eps or beta2")
         if found:
             raise ConfigError(
@@ -92,8 +85,7 @@ def DeepSpeedCPUAdagrad(
     adamw_mode: bool = False,
     **options: Any,
 ) -> torch.optim.Adagrad:
-    """Make torch's Adagrad. `adamw_mode`: no effect; Accelerate passes it to every optimizer. `options`: further
-    arguments of torch's Adagrad."""
+    """Make torch's Adagrad. `adamw_mode`: no effect. `options`: further arguments of torch's Adagrad."""
     return torch.optim.Adagrad(model_params, lr=lr, eps=eps, weight_decay=weight_decay, **options)
 
 

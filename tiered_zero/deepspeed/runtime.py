@@ -36,8 +36,8 @@ __getattr__ = refuse_other_names("runtime")
 
 
 class _ParameterOffload:
-    """Stands for DeepSpeed's `optimizer.parameter_offload`, whose hooks TRL removes while a model generates, and then
-    adds again. This object has no hooks, because a parameter is fetched when a function is called with it."""
+    """Stands for DeepSpeed's `optimizer.parameter_offload`, whose hooks TRL removes for generation and adds again. It
+    has none."""
 
     class _Module(nn.Module):
         def ds_external_parameters(self) -> tuple[()]:
@@ -53,15 +53,12 @@ class _ParameterOffload:
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, DeepSpeedOptimizer, TrainingLoader | None, Any]:
-    """Call `tiered_zero.initialize`, and return its results.
-
-    At stage 3 also set attributes of DeepSpeed that TRL and Lightning read: `ds_numel` (elements) on each parameter,
-    `parameter_offload` on the optimizer, and `ds_status` (AVAILABLE) on the class torch.Tensor. TRL's losses read
-    `ds_status` of the weights that autograd saved. Saved-tensor hooks return these as plain tensors, so the class must
-    have the attribute."""
+    """Call `tiered_zero.initialize`, and return its results. At stage 3 also set the attributes that TRL and Lightning
+    read: `ds_numel` on parameters, `parameter_offload` on the optimizer, `ds_status` on torch.Tensor."""
     _check_accelerate()
     engine, optimizer, loader, scheduler = api.initialize(*args, **kwargs)
     if engine.zero_optimization_stage() == 3:
+        # on the class: TRL's losses read it of saved weights, which saved-tensor hooks return as plain tensors
         torch.Tensor.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
         for param in engine.module.parameters():
             vars(param).update(ds_numel=param.numel())
@@ -71,9 +68,9 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, DeepSpeedOpt
 
 
 def _check_accelerate() -> None:
-    """Raise ModelError if Accelerate has found another number of ranks than there are, because it would then split the
-    data wrongly. This happens with DeepSpeed on a machine without a GPU if the script names no backend: in each rank
-    Accelerate finds one rank."""
+    """Raise ModelError if Accelerate has found another number of ranks than there are: it would split the data
+    wrongly."""
+    # without a GPU and without a named backend, Accelerate finds one rank in each process
     state = sys.modules.get("accelerate.state")
     known = state.PartialState._shared_state.get("num_processes") if state is not None else None
     if known is not None and known != get_world_size():

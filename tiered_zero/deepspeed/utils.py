@@ -1,8 +1,8 @@
-"""Provide DeepSpeed's `utils`: read and set the full masters, gradients and state of a parameter; read the weights of a
-checkpoint as fp32 (`zero_to_fp32`); DeepSpeed's logger.
+"""Provide DeepSpeed's `utils`: the full values of a parameter, the weights of a checkpoint (`zero_to_fp32`), the
+logger.
 
-Also has the few names that Accelerate imports from `checkpoint.utils` and `launcher.runner`. `tiered-zero checkpoint
-export` does the work of `zero_to_fp32` on the command line. Every byte that is read is checked by its checksum.
+It also has what Accelerate imports from `checkpoint.utils` and `launcher.runner`. Bytes are checked as they are
+read.
 """
 
 from __future__ import annotations
@@ -88,9 +88,8 @@ class RepeatingLoader:
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Return the modules of `model` whose class is among `leaf_module_classes`: classes, or names of classes with or
-    without the module's path. Changes nothing, because the parameters of any module are fetched when it is called.
-    Raises ConfigError if there is no such module and `raise_if_not_found` is true."""
+    """Return the modules of `model` of the classes `leaf_module_classes`, given as classes or names, and change
+    nothing. Raises ConfigError for no such module if `raise_if_not_found`."""
     kinds = tuple(kind for kind in leaf_module_classes if isinstance(kind, type))
     names = {kind for kind in leaf_module_classes if isinstance(kind, str)}
 
@@ -113,14 +112,12 @@ safe_get_full_grad, safe_set_full_grad = get_grad, set_grad
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return a copy of the state called `optim_state_key`, such as "exp_avg", in fp32 on the CPU; None before the first
-    step."""
+    """Return a CPU copy of the state `optim_state_key`, such as "exp_avg"; None before the first step."""
     return get_state(param, optim_state_key)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Set the state called `optim_state_key`, such as "exp_avg", to `value`. Raises ModelError before the first
-    step."""
+    """Set the state `optim_state_key`, such as "exp_avg", to `value`. Raises ModelError before the first step."""
     set_state(param, optim_state_key, value)
 
 
@@ -130,12 +127,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> StateDict:
-    """Read the weights of `checkpoint_dir/tag` to host memory: parameters as fp32, tied parameters under each name.
-
-    `tag`: the checkpoint; None: the one that `latest` names, else the newest whole one. `exclude_frozen_parameters`:
-    leave out parameters that were not trained. `lazy_mode` has no effect. Raises StoreError, CorruptionError, and
-    BudgetError if the weights do not fit into free host memory.
-    """
+    """Read the weights of `checkpoint_dir/tag` to host memory, as fp32 and under all their names. `tag`: None: the one
+    that `latest` names, else the newest whole one. `lazy_mode`: no effect. Raises StoreError, CorruptionError, and
+    BudgetError if they do not fit."""
     with _open(checkpoint_dir, tag) as reader:
         weights = list_weights(reader, with_frozen=not exclude_frozen_parameters)
         needed = sum({id(weight.read): weight.nbytes for weight in weights}.values())
@@ -154,7 +148,7 @@ def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
     """Load the weights of `checkpoint_dir/tag` into `model`, move the model to the CPU, and return it. No engine of the
-    model may be open. A warning counts the names that only the model or only the checkpoint has. Raises what
+    model may be open. Names that only one of them has give a warning. Raises what
     `get_fp32_state_dict_from_zero_checkpoint` raises."""
     found = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     missing, unexpected = model.load_state_dict(found, strict=False)
@@ -173,8 +167,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     exclude_frozen_parameters: bool = False,
 ) -> None:
     """Write the weights of `checkpoint_dir/tag` to `output_dir` as safetensors, in bounded memory. `max_shard_size`:
-    the most bytes of a file, or text such as "5GB"; None: one file. `safe_serialization`: false only logs a warning.
-    Raises StoreError, CorruptionError, ConfigError."""
+    the most bytes of a file, or text such as "5GB"; None: one file. `safe_serialization`: no effect. Raises StoreError,
+    CorruptionError, ConfigError."""
     if not safe_serialization:
         logger.warning("convert_zero_checkpoint_to_fp32_state_dict writes model.safetensors, and no pytorch_model.bin")
     try:
@@ -194,7 +188,7 @@ def _open(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> TensorRead
 
 
 def _read(weight: WeightTensor, read: dict[int, torch.Tensor]) -> torch.Tensor:
-    """Read the tensor of `weight` and return it. Also add it to `read`, so that the tensor's other names use it."""
+    """Read the tensor of `weight`, add it to `read` for its other names, and return it."""
     whole = torch.empty(weight.shape, dtype=weight.dtype)
     flat, start = whole.view(-1), 0
     for part in weight.read():

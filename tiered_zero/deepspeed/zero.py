@@ -1,8 +1,5 @@
-"""Provide DeepSpeed's `zero`: `zero.Init` and GatheredParameters for scripts, and the names that Transformers and TRL
-read from its `partition_parameters`.
-
-Nothing is sharded while a model is built, so most of these names do nothing.
-"""
+"""Provide DeepSpeed's `zero`: `zero.Init` and GatheredParameters, and names that Transformers and TRL read. Nothing is
+sharded while a model is built, so most of these names do nothing."""
 
 from __future__ import annotations
 
@@ -38,12 +35,10 @@ __getattr__ = refuse_other_names("zero")
 
 class Init:
     """A `with` block in which a script builds its model. The model is built in host memory, as without the block;
-    `initialize` moves it to its tiers.
+    `initialize` moves it to its tiers and gives every rank the values of rank 0.
 
-    DeepSpeed shards each module as it is made. This class does not build on the meta device: values that a constructor
-    writes into parameters would be lost. For a model larger than host memory write `torch.device("meta")` yourself: its
-    values then come from `reset_parameters`, `_init_weights` or `tiered_zero.weights`. With several ranks `initialize`
-    gives every rank the values of rank 0, unit by unit.
+    For a model larger than host memory write `torch.device("meta")` yourself: its values then come from its own
+    initialisers or `tiered_zero.weights`.
     """
 
     def __init__(
@@ -55,9 +50,7 @@ class Init:
         enabled: bool = True,
         **others: Any,
     ) -> None:
-        """Initialize the default process group if there is none, as DeepSpeed does: scripts ask for their rank while
-        they build the model. All arguments of DeepSpeed are accepted; only `enabled` has an effect. The config is given
-        to `initialize`."""
+        """Initialize the default process group if there is none. Only `enabled` has an effect."""
         if enabled:
             open_default_group()
             logger.info("zero.Init: the model is built in host memory, and moves to its tiers in initialize()")
@@ -76,15 +69,15 @@ def GatheredParameters(
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Gather weights for a `with` block, by `tiered_zero.gathered`. `modifier_rank`: every rank gets the changes that
-    this rank makes in the block; None: a change raises ModelError. Does nothing before `initialize`, or if `enabled` is
-    false. A None in `params` is skipped: Transformers passes it in place of a bias."""
+    """Gather weights for a `with` block, by `tiered_zero.gathered`. `modifier_rank`: every rank gets this rank's
+    changes; None: a change raises ModelError. Does nothing before `initialize`, or if `enabled` is false."""
     num_ranks = get_world_size()
     if modifier_rank is not None and modifier_rank not in range(num_ranks):
         raise ModelError(
             f"modifier_rank: expected None or less than {num_ranks}, the number of ranks; found {modifier_rank!r}."
         )
     some = [params] if isinstance(params, nn.Parameter) else params
+    # Transformers passes None in place of a bias
     target = some if isinstance(some, nn.Module) else [param for param in some if param is not None]
     with gathered(target, modifier_rank is not None, modifier_rank or 0) if enabled else nullcontext():
         yield

@@ -102,7 +102,7 @@ class _MemoryWatch:
 
     def __init__(self, limit_nbytes: int | None) -> None:
         self._limit_nbytes, self.peak_nbytes = limit_nbytes, 0
-        self._start_nbytes = self._anonymous_nbytes()
+        self._start_nbytes = self._anonymous_nbytes()  # RLIMIT_DATA would count the stacks of threads too
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:

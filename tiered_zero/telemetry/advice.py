@@ -1,4 +1,4 @@
-"""Explain why the steps of a run take as long as they do, and what would shorten them. Pure functions."""
+"""Explain why the steps of a run take as long as they do, and what would shorten them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ OUTSIDE_SHARE = 0.25
 """If the loop around the engine takes at least this share of a step, the explanation names the loop."""
 
 CPU_SHARE = 0.5
-"""If the CPU computes and the process gets less than this share of the CPU seconds that its threads could have, the
-explanation names this first."""
+"""If the CPU computes and the process gets less than this share of its threads' CPU seconds, that is named first."""
 
 WAIT_SHARE = 0.1
 """A wait that takes less than this share of a step is not named."""

@@ -1,4 +1,4 @@
-"""Draw charts as inline SVG. Pure: numbers in, text out. Colours are classes that the page's style defines."""
+"""Draw charts as inline SVG. Colours are classes that the page's style defines."""
 
 from __future__ import annotations
 
@@ -94,8 +94,7 @@ class Plot:
 
 
 def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series], from_zero: bool = False) -> str:
-    """Draw one line per series; a series of one point is a dot. Points that are not finite break the line. `from_zero`:
-    the y axis begins at 0, else at the smallest value."""
+    """Draw one line per series; points that are not finite break it. `from_zero`: the y axis begins at 0."""
     thinned = [Series(name=line.name, style=line.style, points=thin(line.points)) for line in series]
     ys = [y for line in thinned for _, y in line.points if math.isfinite(y)]
     if not ys:
@@ -116,8 +115,8 @@ def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series],
 
 
 def stacked_chart(title: str, x_label: str, y_label: str, layers: Sequence[Series], most: float = math.inf) -> str:
-    """Draw stacked bars, with the first layer at the bottom. All layers have the same x values. `most`: the y value at
-    which bars are cut off."""
+    """Draw stacked bars, with the first layer at the bottom. All layers have the same x values. `most`: cut bars at
+    this y."""
     thinned = [thin(layer.points) for layer in layers]
     if not thinned or not thinned[0]:
         return NOT_RECORDED
@@ -140,8 +139,7 @@ def stacked_chart(title: str, x_label: str, y_label: str, layers: Sequence[Serie
 
 
 def timeline_chart(title: str, x_label: str, rows: Sequence[str], bars: Sequence[Bar]) -> str:
-    """Draw bars in rows. `rows`: names of the rows, drawn at the left. A bar's label is drawn if it fits into the
-    bar."""
+    """Draw bars in rows. `rows`: names of the rows. A bar's label is drawn if it fits into the bar."""
     if not bars:
         return NOT_RECORDED
     row_height, left = 24.0, 24 + CHAR_WIDTH * max(len(row) for row in rows)
@@ -178,8 +176,8 @@ def rounded(low: float, high: float) -> tuple[float, float]:
 
 
 def ticks(low: float, high: float, count: int, smallest: float = 0.0) -> list[float]:
-    """Return the multiples of a step within [low, high]. The step is 1, 2 or 5 times a power of ten, chosen so that
-    there are about `count` ticks. If it is below `smallest`, the step is `smallest`."""
+    """Return about `count` multiples of a step within [low, high]. The step is 1, 2 or 5 times a power of ten, or
+    `smallest` if that is more."""
     step = max(smallest, _tick_step(low, high, count))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [index * step for index in range(first, last + 1)]
@@ -197,8 +195,7 @@ def format_tick(value: float) -> str:
 
 
 def thin(points: Points) -> Points:
-    """Return a series of at most MAX_POINTS points. A longer series is cut into parts of equal length, and each part
-    becomes its mean; a shorter last part is dropped."""
+    """Return a series of at most MAX_POINTS points: means of parts of equal length, without a shorter last part."""
     if len(points) <= MAX_POINTS:
         return points
     length = -(-len(points) // MAX_POINTS)

@@ -21,8 +21,8 @@ Open = Callable[[ExitStack], Write]
 
 
 def csv_in(folder: Path) -> Open:
-    """Return an opener for csv files in `folder`, one file for each name of a number: "Train/Samples/lr" is written to
-    Train_Samples_lr.csv, one row "samples,value" at a time. Rows of an existing file are kept."""
+    """Return an opener for csv files in `folder`, one for each name: "Train/Samples/lr" is written to
+    Train_Samples_lr.csv. Rows of an existing file are kept."""
 
     def open_files(end: ExitStack) -> Write:
         folder.mkdir(parents=True, exist_ok=True)
@@ -67,12 +67,10 @@ def wandb_of(**names: str | None) -> Open:
 
 
 class Monitors:
-    """Writes the numbers of each step's report to the chosen monitors, on the thread that runs the step. A writer that
-    fails is dropped with a warning.
+    """Writes the numbers of each step's report to the chosen monitors. A writer that fails is dropped with a warning.
 
-    `chosen`: section of the config -> the opener of its writer. `groups`: the param groups in use, which hold the
-    learning rate. `batch_size`: samples of a step. Logs a warning if the package of a writer is missing. Raises
-    ConfigError if a writer cannot be opened for another reason.
+    `chosen`: section of the config -> the opener of its writer. `groups`: the param groups in use. `batch_size`:
+    samples of a step. Raises ConfigError if a writer cannot be opened; a missing package only gives a warning.
     """
 
     def __init__(self, chosen: Mapping[str, Open], groups: Sequence[Mapping[str, Any]], batch_size: int) -> None:
@@ -114,9 +112,8 @@ class Monitors:
 
 
 class StepLog:
-    """Logs a line about every `every`-th step. `groups`: the param groups in use, which hold the learning rates.
-    `breaks_down`: add a second line with the step's seconds by cause. The user has asked for these lines
-    (steps_per_print), so they are printed if the logger would not show them."""
+    """Logs a line about every `every`-th step, or prints it if the logger would not show it. `groups`: the param groups
+    in use. `breaks_down`: add a line with the step's seconds by cause."""
 
     def __init__(self, every: int, groups: Sequence[Mapping[str, Any]], breaks_down: bool = False) -> None:
         self._every = every

@@ -1,5 +1,4 @@
-"""Render the record of a run as one HTML page of figures, tables and charts, without scripts or network access, in
-light or dark colours."""
+"""Render the record of a run as one HTML page of figures, tables and charts, without scripts or network access."""
 
 from __future__ import annotations
 
@@ -58,7 +57,7 @@ INKS = {
 
 
 def style_of(name: str) -> str:
-    """Return the CSS class for the cause, lane or tier `name`; the class `other` if COLOURS does not have the name."""
+    """Return the CSS class of the cause, lane or tier `name`; `other` if COLOURS does not have it."""
     return (name if name in COLOURS else "other").replace(" ", "-")
 
 
@@ -130,17 +129,16 @@ STYLE = (
 
 
 CUT_AT = 4.0
-"""The bar of a step is cut off at this multiple of the median wall time: a long first step would make the other bars
-too small to read."""
+"""A step's bar is cut off at this multiple of the median wall time, so that a long first step hides no others."""
 
 MAX_BARS = 4000
-"""The most bars in a timeline. Only the longest spans are drawn, so that the page stays small."""
+"""The most bars in a timeline; the longest spans are drawn."""
 
 MAX_PLACES = 6
 """The most saved or loaded checkpoints that the page names."""
 
 MAX_ROWS = 6
-"""The most rows of one lane in a timeline. A disk may have more requests in flight; these are not drawn."""
+"""The most rows of one lane in a timeline; further requests in flight are not drawn."""
 
 
 def render_page(run: RunRecord, title: str) -> str:
@@ -294,8 +292,8 @@ def _timeline(timeline: Timeline | None) -> str:
 
 
 def draw_timeline(timeline: Timeline) -> str:
-    """Draw the longest spans of a step as SVG: one row for each lane, more if its spans overlap. A span that began
-    before the step is drawn from the step's start."""
+    """Draw the longest spans of a step as SVG, in rows by lane. A span that began earlier is drawn from the step's
+    start."""
     longest = sorted(timeline.spans, key=lambda span: span.start_s - span.end_s)[:MAX_BARS]
     driver = [span for span in longest if span.lane == DRIVER_LANE]
     began_s = min(span.start_s for span in driver or longest)
@@ -317,8 +315,7 @@ def draw_timeline(timeline: Timeline) -> str:
 
 
 def _style_name(span: Span) -> str:
-    """Return the key of a span's colour in COLOURS: the kind of a wait or of a span on the driver's lane, else the
-    lane."""
+    """Return the key of a span's colour in COLOURS: the kind of a wait or of the driver's span, else the lane."""
     return span.kind if is_wait(span.kind) or span.lane == DRIVER_LANE else span.lane
 
 
@@ -346,8 +343,7 @@ def _links(report: RunReport) -> str:
 
 
 def _plan(run: RunRecord) -> str:
-    """Render planned and peak bytes: a row for each kind on each tier, then a row for the whole tier. The kinds of a
-    tier may have their peaks at different times, so the tier's peak may be below their sum."""
+    """Render planned and peak bytes: a row for each kind on each tier, then one for the tier."""
     planned, peak = run.header.planned_nbytes, run.steps[-1].kind_nbytes if run.steps else {}
     sums = run.header.planned_by_tier, run.report.peak_nbytes
     rows = []
@@ -356,6 +352,7 @@ def _plan(run: RunRecord) -> str:
         cells = [
             (kind, [source.get(kind) for source in of_kind]) for kind in known_first((), (*of_kind[0], *of_kind[1]))
         ]
+        # a tier's peak may be below the sum of its kinds, whose peaks lie at different times
         for kind, pair in [*cells, ("in all", [source.get(tier) for source in sums])]:
             rows.append((tier, kind, *("-" if nbytes is None else format_nbytes(nbytes) for nbytes in pair)))
     return _figure("Planned and measured", _table(("tier", "kind", "planned", "peak"), rows, num_names=2))

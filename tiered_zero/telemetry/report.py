@@ -1,10 +1,10 @@
 """Report steps and runs: seconds by cause, bytes by lane, and the lane that bound a step.
 
-[Note: The facts of a step] The seconds of all causes sum to the wall time. The causes are: `forward`, `backward` and
-`step`, each without the causes inside it; work of the driver (the thread that runs the step) for other lanes, such as
-`update`; each named wait; and `other`, the loop around the engine. A lane's busy share is its busy seconds divided by
-the wall time. The lane with the largest share binds the step. The overlap is 1 if the step took no longer than its
-busiest lane, and 0 if it took the sum of all lanes' busy seconds.
+[Note: The facts of a step] The seconds of all causes sum to the wall time. The causes are `forward`, `backward` and
+`step`, each without the causes inside it; the driver's work for other lanes, such as `update`; each named wait; and
+`other`, the loop around the engine. A lane's busy share is its busy seconds divided by the wall time. The lane with the
+largest share binds the step. The overlap is 1 if the step took no longer than its busiest lane, and 0 if it took the
+sum of all lanes' busy seconds.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ _FLOATS = ("float", "float | None")
 
 
 class JsonRecord:
-    """The base of dataclasses that are written as JSON objects: field name -> value. A float that is not finite is
-    written as text, because JSON has no NaN or infinity."""
+    """The base of dataclasses that are written as JSON objects. A float that is not finite is written as text."""
 
     def to_json(self) -> dict[str, Any]:
         values: dict[str, Any] = asdict(self)  # type: ignore[call-overload]
@@ -47,9 +46,8 @@ class JsonRecord:
 
     @classmethod
     def from_json(cls: type[Record], values: Mapping[str, Any]) -> Record:
-        """Make a record from a JSON object. Unknown names in the object are ignored: a newer version may have added
-        them. Raises StoreError if a field is missing."""
-        known = {
+        """Make a record from a JSON object. Raises StoreError if a field is missing."""
+        known = {  # without unknown names, which a newer version may have added
             f.name: float(values[f.name]) if f.type in _FLOATS and values[f.name] is not None else values[f.name]
             for f in fields(cls)  # type: ignore[arg-type]
             if f.name in values
@@ -64,15 +62,12 @@ class JsonRecord:
 class StepReport(JsonRecord):
     """The report of one optimizer step. See [Note: The facts of a step].
 
-    `loss`: mean over the micro-batches, unscaled; None if unknown. `tokens`: tokens of all micro-batches; 0 if the
-    model does not read tokens. `lr`: learning rate of the first param group, in this step; None if it has none.
-    `grad_norm`: before clipping; None if it is not computed. `seconds`: cause -> seconds. `link_nbytes`, `busy_s`: lane
-    -> bytes moved, lane -> busy seconds. `tier_nbytes`: tier -> the most bytes in this step. `peak_nbytes`: tier -> the
-    most bytes since the run began. `kind_nbytes`: tier -> kind -> the most bytes since the run began. `activations`:
-    numbers and bytes of the activations that were moved, and of those that stayed on the device for lack of room
-    (kept); empty if activations are not offloaded. `cpu_share`: the process's CPU seconds, divided by the CPU seconds
-    that the threads of compute could have had; None if an accelerator computes. `start_s`: seconds in which the model's
-    values were placed, before the first step; 0 in the reports of later steps.
+    `start_s`: seconds of placing the model's values; 0 after the first step. `seconds`: by cause. `loss`: mean over the
+    micro-batches, unscaled. `tokens`: of all micro-batches; 0 if the model reads none. `lr`: of the first param group.
+    `grad_norm`: before clipping. None in these fields: unknown. `link_nbytes`, `busy_s`: bytes moved and busy seconds
+    by lane. `tier_nbytes`: most bytes by tier in this step; `peak_nbytes`, `kind_nbytes`: since the run began, by tier,
+    and by tier and kind. `activations`: numbers and bytes of those moved, and of those kept on the device for lack of
+    room. `cpu_share`: share of its threads' CPU seconds that the process got; None if an accelerator computes.
     """
 
     step: int
@@ -118,8 +113,7 @@ class StepReport(JsonRecord):
 def build_step_report(
     step: int, totals: Totals, wall_s: float, ledger: Ledger | None = None, **facts: Any
 ) -> StepReport:
-    """Build the report of a step. `totals`: the recorder's sums over the step. `ledger`: has the bytes of each tier;
-    None: the report has none. `facts`: other fields of StepReport."""
+    """Build the report of a step. `totals`: the recorder's sums over the step. `facts`: other fields of StepReport."""
     seconds = {**totals.causes, OTHER: max(0.0, wall_s - sum(totals.causes.values()))}
     kinds = ledger.by_kind() if ledger else {}
     return StepReport(
@@ -138,9 +132,7 @@ def build_step_report(
 @final
 class StepMeter:
     """Measures each step, collects the losses and tokens of its micro-batches, and builds its report. Driver thread.
-
-    `num_threads`: threads of compute on the CPU; 0 if an accelerator computes.
-    """
+    `num_threads`: threads of compute on the CPU; 0 if an accelerator computes."""
 
     def __init__(self, recorder: Recorder, ledger: Ledger, num_threads: int = 0) -> None:
         self._num_threads, self._start_cpu_s = num_threads, time.process_time()
@@ -154,13 +146,13 @@ class StepMeter:
         """The report of the last optimizer step."""
 
     def begin(self) -> None:
-        """Begin to measure the first step. Called when the run is assembled."""
+        """Begin to measure the first step."""
         self._recorder.take_totals()  # drop the sums of the time before the first step
         self._assembled_s = time.perf_counter() - self._start_s
         self._start_s, self._start_cpu_s = time.perf_counter(), time.process_time()
 
     def clear(self) -> None:
-        """Drop the losses and tokens of this step's micro-batches. Called when the step is dropped."""
+        """Drop the losses and tokens of this step's micro-batches."""
         self.losses.clear()
         self.num_tokens = 0
 
@@ -185,15 +177,13 @@ class StepMeter:
 
 
 def known_first(known: Sequence[str], found: Iterable[str]) -> list[str]:
-    """Return each name in `found` once: first the names that `known` has, in its order, then the others, in the order
-    of `found`."""
+    """Return each name in `found` once, in the order of `known`; names that it lacks follow."""
     names = dict.fromkeys(found)
     return [*filter(names.__contains__, known), *filterfalse(known.__contains__, names)]
 
 
 def bottleneck(busy_s: Mapping[str, float], wall_s: float) -> str:
-    """Return the lane that binds a step, as text: 'disk write (93% busy)'. If the busiest lane is busy for less than
-    BOUND_SHARE of the step, the text says that no resource binds it."""
+    """Return the lane that binds a step, as text: 'disk write (93% busy)'. Below BOUND_SHARE no resource binds it."""
     if not busy_s or wall_s <= 0:
         return "nothing measured"
     lane = max(busy_s, key=lambda name: busy_s[name])
@@ -202,8 +192,7 @@ def bottleneck(busy_s: Mapping[str, float], wall_s: float) -> str:
 
 
 def overlap_fraction(busy_s: Mapping[str, float], wall_s: float) -> float:
-    """Return the share of the possible overlap that a step has reached: 0 if its lanes worked one after another, 1 if
-    the step took no longer than its busiest lane."""
+    """Return the overlap of a step: see [Note: The facts of a step]."""
     total, longest = sum(busy_s.values()), max(busy_s.values(), default=0.0)
     if total <= longest:
         return 0.0
@@ -219,11 +208,10 @@ class RunReport(JsonRecord):
     """The report of a whole run, or of a run up to now.
 
     `step_s`, `seconds`, `busy_s`, `overlap`, `bound_by` and `cpu_share` describe the typical step: the mean of the
-    steps without the fastest and the slowest quarter. The first step, which allocates, is left out too if there are
-    others. `planned_nbytes`, `peak_nbytes`: tier -> bytes. `link_nbytes`: lane -> bytes of the whole run.
-    `bytes_per_s`: lane -> rate while the lane is busy. `cpu_share`, `start_s`: see StepReport. `end_save_s`: seconds of
-    saves after the last step. `predicted`: the prediction for one step: "tokens" -> tokens, "step" -> seconds, and
-    lane -> busy seconds; empty without a prediction.
+    steps without the first, and without the fastest and the slowest quarter. `planned_nbytes`, `peak_nbytes`: by tier.
+    `link_nbytes`: by lane, in the whole run. `bytes_per_s`: by lane, while it is busy. `end_save_s`: seconds of saves
+    after the last step. `predicted`: of one step: "tokens", "step" (seconds), and busy seconds by lane; empty if
+    unknown.
     """
 
     steps: int
@@ -254,8 +242,8 @@ class RunReport(JsonRecord):
         return f"{self.steps:,} step{'s' * (self.steps != 1)}{skipped}"
 
     def prediction_rows(self) -> list[tuple[str, float, float]]:
-        """Return rows (name, predicted seconds, measured seconds): first for "step", then for each lane. The list is
-        empty if nothing was predicted, or if a step has another number of tokens than was predicted for."""
+        """Return rows (name, predicted seconds, measured seconds): first "step", then each lane. Empty if nothing was
+        predicted for steps with this number of tokens."""
         if not self.steps or self.predicted.get("tokens") != self.tokens / self.steps:
             return []
         measured = {"step": self.step_s, **self.busy_s}

@@ -1,10 +1,8 @@
 """Write a run's files step by step: its record (`tiered_zero.report`) and its trace (`tiered_zero.trace`).
 
-A record has one JSON object per line: a header, a line per step, one step's timeline, a footer. The header comes first.
-Any other line may be missing. An incomplete last line (the run was killed) is ignored.
-
-A trace has Chrome's format, for Perfetto (ui.perfetto.dev) or chrome://tracing. It is a JSON array whose closing
-bracket may be missing, so the trace of a killed run opens too.
+A record has one JSON object per line: a header, a line per step, one step's timeline, a footer. Lines after the header
+may be missing, and an incomplete last line is ignored. A trace has Chrome's format, for Perfetto. The closing bracket
+of its array may be missing. So both can be read after a kill.
 """
 
 from __future__ import annotations
@@ -31,15 +29,14 @@ logger = logging.getLogger("tiered_zero")
 FORMAT_VERSION = 1
 
 TIMELINE_STEP = 3
-"""The spans of this step, counted from the start of the process, are written into the record. By then the order of
-units is known, and they are prefetched."""
+"""The spans of this step of the process are written into the record. By then units are prefetched."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunHeader(JsonRecord):
     """The first line of a record: what is known before the first step. `planned_nbytes`: tier -> kind -> bytes.
-    `facts`: name -> text, for further facts. `config`: key -> value as JSON, for keys that do not have their defaults.
-    `predicted`: as in RunReport. `started_at`: seconds since the epoch."""
+    `config`: key -> value as JSON, without defaults. `predicted`: as in RunReport. `started_at`: seconds since the
+    epoch."""
 
     model: str
     num_parameters: int
@@ -95,11 +92,8 @@ class RunRecord:
 
 
 class PrivateFile:
-    """A text file with mode 0600, written during training. An existing file is renamed.
-
-    The first write that fails (on a full disk) logs a warning, removes its partial text and closes the file; training
-    goes on.
-    """
+    """A text file with mode 0600, written during training. An existing file is renamed. After a write that fails, as on
+    a full disk, the file is closed with a warning, and training goes on."""
 
     def __init__(self, path: str | os.PathLike[str], setting: str) -> None:
         """Create the file. `setting`: the config key that names the file, for messages. Raises ConfigError."""
@@ -128,8 +122,8 @@ class PrivateFile:
         return self._fd.closed
 
     def write(self, text: str) -> None:
-        """Write `text` without a buffer, so that it survives a kill of the process. Never raises. Does nothing if the
-        file is closed."""
+        """Write `text` without a buffer, so that it survives a kill. Never raises. Does nothing if the file is
+        closed."""
         if self.closed:
             return
         data = memoryview(text.encode())
@@ -155,9 +149,7 @@ class PrivateFile:
 
 
 class RunLog:
-    """Writes a run's record to a file, and sums the steps for its footer. One thread. Raises ConfigError if the file
-    cannot be created.
-    """
+    """Writes a run's record to a file, and sums the steps for its footer. One thread. Raises ConfigError."""
 
     def __init__(self, header: RunHeader, path: str | os.PathLike[str]) -> None:
         self._totals = RunTotals(header.planned_by_tier, header.predicted)
@@ -215,19 +207,19 @@ def read_run(path: str | os.PathLike[str]) -> RunRecord:
 
 _PROCESS = 1
 _ROWS_A_LANE = 1000
-"""A trace reserves this many thread ids for the rows of one lane: more than a lane has requests in flight."""
+"""Thread ids that a trace reserves for the rows of one lane: more than it has requests in flight."""
 
 
 class RowLayout:
-    """Assigns spans to the rows of a chart. Each lane and each named wait has one row; more if its spans overlap. A
-    span that lies inside another one shares its row."""
+    """Assigns spans to the rows of a chart: one row for each lane and each named wait, more if spans overlap. An inner
+    span shares the row of the span around it."""
 
     def __init__(self) -> None:
         self._rows: dict[str, list[_Row]] = {name: [] for name in (*LANES, *WAIT_CAUSES)}
 
     def place(self, span: Span) -> tuple[str, int]:
-        """Assign a span to a row. Return the name of its lane or wait, and the index of the row there. Callers pass
-        spans in the order of `by_start`."""
+        """Assign a span to a row: return its lane or wait, and the row's index there. Pass spans in the order of
+        `by_start`."""
         name = span.kind if is_wait(span.kind) else span.lane
         rows = self._rows.setdefault(name, [])
         for index, row in enumerate(rows):
@@ -268,8 +260,7 @@ def by_start(spans: Iterable[Span]) -> list[Span]:
 
 
 class TraceWriter:
-    """Writes spans to a trace file. One thread. `metadata`: name -> text, shown as labels of the trace. Raises
-    ConfigError if the file cannot be created."""
+    """Writes spans to a trace file. One thread. `metadata`: labels of the trace. Raises ConfigError."""
 
     def __init__(self, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
         self._file = PrivateFile(path, "tiered_zero.trace")
@@ -315,11 +306,8 @@ def _about(what: str, thread: int, **args: Any) -> dict[str, Any]:
 
 
 class RunObserver:
-    """Writes each step to the run's record and trace, on the thread that runs the step. `report_path`, `trace_path`:
-    the files of the record and of the trace; None: no file. Raises ConfigError if a file cannot be created.
-
-    Makes the recorder keep spans only in steps whose spans are written: all steps for a trace, step TIMELINE_STEP for a
-    record."""
+    """Writes each step to the run's record and trace, at `report_path` and `trace_path` (None: no file). Raises
+    ConfigError. It makes the recorder keep the spans that it will write."""
 
     def __init__(self, recorder: Recorder, header: RunHeader, report_path: str | None, trace_path: str | None) -> None:
         self._recorder = recorder

@@ -25,7 +25,7 @@ DRIVER_LANE = "compute"
 """The lane of the thread that runs the step."""
 
 SAVE_LANE = "save"
-"""The lane of saves and loads of checkpoints on the thread that runs the step: they do not count as compute."""
+"""The lane of saves and loads of checkpoints on the thread that runs the step."""
 
 _DRIVER_LANES = (DRIVER_LANE, SAVE_LANE)
 
@@ -40,8 +40,7 @@ def is_wait(kind: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A span of time on a lane. See [Note: Lanes and kinds]. `lane`: one of LANES. `start_s`, `end_s`: seconds of
-    time.perf_counter()."""
+    """A span of time on a lane. See [Note: Lanes and kinds]. `start_s`, `end_s`: seconds of time.perf_counter()."""
 
     lane: str
     name: str
@@ -53,11 +52,8 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Sums over an interval, usually one step. See [Note: Lanes and kinds].
-
-    `causes`: kind -> the driver's seconds in spans of that kind, without the seconds of spans inside them. `nbytes`:
-    lane -> bytes that its spans moved; waits are not counted. `busy_s`: lane -> seconds in which the lane worked.
-    """
+    """Sums over an interval, usually one step. See [Note: Lanes and kinds]. `causes`: kind -> the driver's seconds,
+    without inner spans. `nbytes`, `busy_s`: lane -> bytes moved, seconds in which it worked."""
 
     causes: dict[str, float] = field(default_factory=dict)
     nbytes: dict[str, int] = field(default_factory=dict)
@@ -83,11 +79,9 @@ class Recorder:
         self._idle_s: defaultdict[str, float] = defaultdict(float)
 
     def span(self, lane: str, kind: str, name: str = "", nbytes: int = 0) -> _OpenSpan:
-        """Time a `with` block as a span of `lane`. If the block raises, its time is added to the sums, and
-        its bytes are not.
-
-        `kind`: the key in totals ("forward", "wait_param", ...). Only one thread at a time may be inside spans of one
-        lane. Backward keeps to this: while autograd's thread works, the main thread waits."""
+        """Time a `with` block as a span of `lane`. If it raises, only its time is counted. `kind`: "forward",
+        "wait_param", ... One thread at a time may be inside spans of one lane."""
+        # autograd's thread may use the driver's lane: the main thread waits in backward
         return _OpenSpan(recorder=self, lane=lane, kind=kind, name=name, nbytes=nbytes)
 
     def add(self, lane: str, kind: str, name: str, start_s: float, end_s: float, nbytes: int = 0) -> None:
@@ -142,8 +136,7 @@ class Recorder:
 @dataclass(eq=False, slots=True, kw_only=True)
 class _OpenSpan:
     """A span whose `with` block is running. `outer`: the span around it. `inner_s`: seconds of the spans inside it.
-    `on_driver`: whether the outermost span around it (or the span itself, if it is the outermost) is on a lane of the
-    driver."""
+    `on_driver`: the outermost span is on a lane of the driver."""
 
     recorder: Recorder
     lane: str
@@ -178,8 +171,8 @@ class _OpenSpan:
 
 
 class Ledger:
-    """Counts the bytes that a run has allocated, by tier and kind. Callers charge an allocation before they make it,
-    and discharge it when they free it. Any thread. `limits`: tier -> the most bytes; other tiers have no limit."""
+    """Counts the bytes that a run has allocated, by tier and kind. Charge an allocation before making it; discharge it
+    when it is freed. Any thread. `limits`: tier -> the most bytes."""
 
     def __init__(self, limits: Mapping[str, int] | None = None) -> None:
         self._limits = dict(limits or {})
@@ -191,8 +184,7 @@ class Ledger:
         self._recent_peak: defaultdict[str, int] = defaultdict(int)
 
     def charge(self, tier: str, kind: str, nbytes: int) -> None:
-        """Count `nbytes` more of `kind` on `tier`. Raises BudgetError, and counts nothing, if this would exceed the
-        tier's limit."""
+        """Count `nbytes` more of `kind` on `tier`. Raises BudgetError, and counts nothing, above the tier's limit."""
         with self._lock:
             total = self._tier_now[tier] + nbytes
             limit = self._limits.get(tier)
@@ -214,8 +206,7 @@ class Ledger:
             self._tier_now[tier] -= nbytes
 
     def correct(self, tier: str, kind: str, nbytes: int) -> None:
-        """Set the bytes of `kind` on `tier` to `nbytes`. Called after a failed call, whose charges may be missing or
-        left over."""
+        """Set the bytes of `kind` on `tier`, after a failed call with missing or extra charges."""
         with self._lock:
             self._tier_now[tier] += nbytes - self._now[tier, kind]
             self._now[tier, kind] = nbytes
