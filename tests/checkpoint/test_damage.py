@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -88,7 +89,9 @@ def test_no_cut_file_passes(tag: Path, name: str) -> None:
     for length in sorted(length for length in lengths if length >= 0):
         (tag / name).write_bytes(whole[:length])
         assert not check(tag)
-        assert find_damage(tag) != [] and not list_tags(tag.parent)[0].complete
+        with pytest.raises(StoreError):
+            find_damage(tag)
+        assert not list_tags(tag.parent)[0].complete
 
 
 def test_exchanged_files_are_noticed(tmp_path: Path) -> None:
@@ -131,7 +134,8 @@ def test_hostile_manifests_beside_real_files(tag: Path) -> None:
     ):
         (tag / MANIFEST_NAME).write_bytes(with_body("tiered_zero.checkpoint", body | changes))
         assert not check(tag)
-        assert not list_tags(tag.parent)[0].complete or find_damage(tag) != []
+        with suppress(StoreError):
+            assert find_damage(tag) != []
     with pytest.raises(StoreError):
         find_checkpoint(tag.parent)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import nn
 from torch.distributed.checkpoint import load as dcp_load
 
@@ -26,14 +27,13 @@ from tests.support.inspection.insides import (
     list_runs,
     manifest,
     swap_dir,
-    verify_run,
 )
 from tests.support.models import LENGTH, VOCAB, ParityGPT, two_layers
 from tests.support.trainers import tiered
-from tiered_zero.checkpoint import tag as tag_module
 from tiered_zero.checkpoint.dcp import DcpReader
 from tiered_zero.checkpoint.tag import find_damage, list_tags
 from tiered_zero.checkpoint.tag_writer import TagWriter
+from tiered_zero.cli.main import main
 from tiered_zero.errors import CorruptionError, EngineFailedError, StoreError, TieredZeroError, UntaggedCommitError
 
 Settings = dict[str, Any]
@@ -404,28 +404,23 @@ def test_a_live_run_is_not_taken(swap_path: Path, tmp_path: Path) -> None:
         train(engine, 1, tmp_path)
 
 
-@pytest.mark.parametrize("num_commits", [1, 3])
-def test_a_live_run_that_commits_again_while_it_is_verified(
-    num_commits: int, swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only what was read counts as whole."""
-    left, found = list(range(num_commits)), list[Any]()
+def test_a_live_run_is_not_verified(swap_path: Path, tmp_path: Path) -> None:
     with start(config(swap_path, {"in_place": True})) as engine:
         train(engine, 1, tmp_path)
-
-        def verify(*args: Any) -> Any:
-            if left:
-                left.pop()
-                train(engine, 1, tmp_path)
-            found.append(verify_run(*args))
-            return found[-1]
-
-        monkeypatch.setattr(tag_module, "verify_run", verify)
-        problems = find_damage(tmp_path / "global_step1")
-    if num_commits == 1:
-        assert problems == [] and [verified and verified.step for verified in found] == [None, 2]
-    else:
-        assert len(problems) == 1 and "commits faster than it can be read" in problems[0] and found == [None] * 3
+        engine.flush()
+        (run,) = list_runs(swap_path)
+        for directory in (tmp_path, run.path):
+            done = run_forked("-m", "tiered_zero", "checkpoint", "verify", directory)
+            assert done.returncode == 1 and "whole" not in done.stdout
+            assert "not verified" in done.stdout and "belongs to a live run" in done.stdout
+            assert "stop that run first" in done.stdout
+    for directory in (tmp_path, run.path):
+        assert find_damage(tmp_path / "global_step1" if directory == tmp_path else directory) == []
+    data = run.path / DATA_NAME
+    os.truncate(data, data.stat().st_size - 4096)
+    for directory in (tmp_path, run.path):
+        result = CliRunner().invoke(main, ["checkpoint", "verify", str(directory)])
+        assert result.exit_code == 1 and "not verified" in result.output and "is cut off at" in result.output
 
 
 def test_a_damaged_commit_is_refused_before_it_is_used(swap_path: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.fakes.sync_io import SyncEngine
-from tests.support.inspection.insides import DATA_NAME, SwapDir, SwapStore
+from tests.support.inspection.insides import SwapDir, SwapStore
 from tiered_zero.cli.main import main
 
 PAGE = 4096
@@ -73,38 +73,6 @@ def test_gc_removes_the_dead_and_keeps_what_can_be_resumed(swap_path: Path, runs
     removed = [item["run"]["path"] for item in answer("gc", swap_path, "--committed")["runs"] if item["removed"]]
     assert removed == [str(runs["committed"])]
     assert left() == {"live"}
-
-
-def test_verify_names_what_is_broken(swap_path: Path, runs: dict[str, Path]) -> None:
-    results = answer("verify", swap_path)
-    assert results["num_broken"] == 0
-    assert sorted(result["nbytes"] for result in results["runs"].values() if result) == [2 * PAGE]
-    with open(runs["committed"] / DATA_NAME, "r+b") as file:
-        file.seek(PAGE)
-        file.write(b"?")
-    result = run("verify", swap_path, "--json")
-    assert result.exit_code == 1
-    (broken,) = (item for one in json.loads(result.stdout)["runs"].values() if one for item in one["broken"])
-    assert (broken["record"], broken["offset"], broken["nbytes"]) == ("master/w", 0, 2 * PAGE)
-    text = run("verify", swap_path)
-    assert text.exit_code == 1 and f"master/w: 8192 bytes at offset 0 of {runs['committed'] / DATA_NAME}" in text.output
-
-
-def test_verify_says_missing_and_truncated_files(swap_path: Path, runs: dict[str, Path]) -> None:
-    data = runs["committed"] / DATA_NAME
-    with open(data, "r+b") as file:
-        file.truncate(PAGE)
-    assert "is cut off at 4096 bytes" in run("verify", swap_path).output
-    data.unlink()
-    assert "is missing" in run("verify", swap_path).output
-
-
-def test_verify_of_a_damaged_manifest_is_one_clear_error(swap_path: Path, runs: dict[str, Path]) -> None:
-    path = runs["committed"] / "manifest"
-    path.write_bytes(path.read_bytes().replace(b"master", b"mASTER"))
-    result = run("verify", swap_path)
-    assert result.exit_code == 1 and "is damaged" in result.output and "Traceback" not in result.output
-    assert run("gc", swap_path).exit_code == 0 and runs["committed"].exists()
 
 
 def test_no_runs_and_no_directory(swap_path: Path) -> None:

@@ -76,7 +76,7 @@ def test_the_directory_stays_and_is_gone_on_with(
     (kept,) = [each for each in collect_garbage(swap_path) if each.run.resumable]
     assert list(swap_path.iterdir()) == [run.path], "what SIGTERM leaves of parameters is removed"
     assert not kept.removed and "may be resumed from its committed state" in kept.reason
-    shown = CliRunner().invoke(main, ["swap", "verify", str(swap_path)])
+    shown = CliRunner().invoke(main, ["checkpoint", "verify", str(run.path)])
     assert shown.exit_code == 0 and "whole" in shown.output
     out = CliRunner().invoke(main, ["checkpoint", "export", str(saved), str(tmp_path / "out")])
     assert out.exit_code == 0, out.output

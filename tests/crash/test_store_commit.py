@@ -15,6 +15,7 @@ import pytest
 
 from tests.fakes.crash_disk import CrashDisk, Operation, RecordingOS, fates
 from tests.fakes.sync_io import SyncEngine
+from tests.support.inspection.damage import store_damage
 from tests.support.inspection.insides import (
     DATA_NAME,
     OWNER_NAME,
@@ -24,7 +25,6 @@ from tests.support.inspection.insides import (
     files,
     manifest,
     swap_store,
-    verify_run,
 )
 from tiered_zero import system
 from tiered_zero.errors import StoreError
@@ -159,8 +159,7 @@ def check_every_crash(log: list[Operation], commits: list[Commit], where: Path, 
             assert found == allowed[store.step].contents
             committed, _ = manifest.load(Path(store.paths[0]))
             assert committed is not None and committed.metadata == {"step": store.step}
-            verified = verify_run([Path(path) for path in store.paths])
-            assert verified is not None and verified.broken == []
+            assert store_damage(store.paths) == []
             store.close()
             for commit in under_way:
                 if commit.prepared <= length:

@@ -8,7 +8,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from tests.support.inspection.insides import LOCK_NAME, find_damage, list_runs, list_tags, verify_run
+from tests.support.inspection.damage import store_damage
+from tests.support.inspection.insides import LOCK_NAME, find_damage, list_runs, list_tags
 
 
 def held() -> set[str]:
@@ -24,8 +25,7 @@ def held() -> set[str]:
 def left_in_swap(path: Path, keeps_commits: bool) -> list[str]:
     """Names of files that a closed engine has left where it swaps, but for a commit that is whole; removes that."""
     for run in list_runs(path) if keeps_commits else ():
-        found = verify_run([run.path])
-        if found is not None and not found.broken and run.state != "alive":
+        if run.step is not None and not store_damage([run.path]) and run.state != "alive":
             shutil.rmtree(run.path)
     return sorted(one.name for one in path.iterdir())
 

@@ -17,8 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.fakes.sync_io import SyncEngine
+from tests.support.inspection.damage import store_damage
+from tests.support.inspection.insides import find_damage
 from tiered_zero.errors import TieredZeroError
-from tiered_zero.record.data_files import DATA_NAME, verify_run
+from tiered_zero.record.data_files import DATA_NAME
 from tiered_zero.record.directory import OWNER_NAME, PREFIX, Owner, SwapDir, collect_garbage, list_runs
 from tiered_zero.record.manifest import MANIFEST_NAME, NEXT_NAME, Manifest, Range, Record
 from tiered_zero.record.store import SwapStore
@@ -98,7 +100,8 @@ def check(parent: Path) -> None:
     (run,) = list_runs(parent)
     assert run.reason and run.state in ("dead", "unknown")
     for act in (
-        lambda: verify_run([Path(path) for path in run.paths]),
+        lambda: store_damage(run.paths),
+        lambda: find_damage(run.path),
         lambda: recover(run.path),
     ):
         with suppress(TieredZeroError):

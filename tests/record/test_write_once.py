@@ -10,9 +10,10 @@ import pytest
 
 from tests.fakes.sync_io import SyncEngine, SyncFile
 from tests.support.file_systems import mounted
+from tests.support.inspection.damage import store_damage
 from tiered_zero.errors import CorruptionError, StoreError
 from tiered_zero.io.select import select_engine
-from tiered_zero.record.data_files import DATA_NAME, Broken, verify_run
+from tiered_zero.record.data_files import DATA_NAME
 from tiered_zero.record.directory import SwapDir
 from tiered_zero.record.manifest import Record, load
 from tiered_zero.record.store import SwapStore
@@ -45,13 +46,6 @@ def reopened(store: SwapStore, engine: SyncEngine) -> SwapStore:
     return SwapStore.recover(SwapDir.open(path), engine)
 
 
-def broken(store: SwapStore) -> list[Broken]:
-    """What is damaged of the committed state."""
-    found = verify_run([Path(path) for path in store.paths])
-    assert found is not None
-    return found.broken
-
-
 def test_it_takes_its_bytes_once_and_the_second_slot_when_it_changes(swap_path: Path) -> None:
     engine = SyncEngine()
     store = SwapStore(SwapDir.create([swap_path]), engine, capacity_nbytes=NBYTES)
@@ -79,7 +73,7 @@ def test_it_takes_its_bytes_once_and_the_second_slot_when_it_changes(swap_path: 
     assert read(store, record) == values(3) and store.num_slots(record) == 2
     store.revert()
     store.commit(3, {})
-    assert broken(store) == []
+    assert store_damage(store.paths) == []
     store.close()
 
 
@@ -109,7 +103,7 @@ def test_free_extents_are_taken_before_the_files_grow_on_every_path(swap_path: P
     assert [os.stat(Path(path) / DATA_NAME).st_size for path in store.paths] == [16 * MIB, 16 * MIB]
     store.commit(2, {})
     store = reopened(store, engine)
-    assert broken(store) == [] and store.capacity_nbytes == 32 * MIB
+    assert store_damage(store.paths) == [] and store.capacity_nbytes == 32 * MIB
     store.close()
 
 
@@ -133,7 +127,7 @@ def check_full(store: SwapStore) -> None:
         store.write(record, aligned(values(2))).wait()
     assert read(store, record) == values(1) and store.num_slots(record) == 1
     store.commit(2, {})
-    assert broken(store) == []
+    assert store_damage(store.paths) == []
     store.close()
 
 
@@ -163,8 +157,7 @@ def test_what_a_write_has_left_of_a_range_gets_a_checksum(swap_path: Path) -> No
     store.commit(2, {})
     committed, _ = load(path)
     assert committed is not None and all(item.digest is not None for item in committed.ranges["a"])
-    found = verify_run([path])
-    assert found is not None and (found.broken, found.nbytes) == ([], MIB)
+    assert store_damage([path]) == [] and sum(item.end - item.start for item in committed.ranges["a"]) == MIB
     store.close()
 
 

@@ -37,13 +37,11 @@ from tiered_zero.checkpoint.tag_writer import OLD, TEMPORARY, SaveDirectory, hid
 from tiered_zero.errors import StoreError
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.record.data_files import (
-    ATTEMPTS,
     DATA_NAME,
     RecordFiles,
     RecordReader,
     Stripes,
     check_data_files,
-    verify_run,
 )
 from tiered_zero.record.directory import OWNER_NAME, Owner, read_owner
 from tiered_zero.record.files import (
@@ -492,8 +490,13 @@ def _take_named(path: Path, tag: str) -> FoundCheckpoint:
         complete = [info.tag for info in list_tags(path) if info.complete]
         newest = f" The newest there: {', '.join(reversed(complete[-4:]))}." if complete else ""
         raise StoreError(f"There is no checkpoint {place}.{newest}")
-    manifest = read_manifest(place, tag)
-    return FoundCheckpoint(path=place, swap=manifest.swap and manifest.swap.first, manifest=manifest)
+    return _take_tag(place, tag)
+
+
+def _take_tag(path: Path, tag: str = "") -> FoundCheckpoint:
+    """Return the tag in the directory `path`. Raises StoreError if it is not complete."""
+    manifest = read_manifest(path, tag)
+    return FoundCheckpoint(path=path, swap=manifest.swap and manifest.swap.first, manifest=manifest)
 
 
 def _take(info: TagInfo, manifest: TagManifest | None = None) -> FoundCheckpoint | None:
@@ -551,24 +554,14 @@ def open_tag(
         raise StoreError(f"{path} cannot be loaded: it is not whole: {error}.") from error
 
 
-def find_damage(tag_dir: str | os.PathLike[str]) -> list[str]:
-    """Read every byte of a tag, or of the commit to which it points, in the stores of all ranks. Return a text for each
-    fault. A live run may commit at the same time; the new commit is then read, in three attempts at most."""
-    try:
-        manifest = read_manifest(tag_dir)
-        if manifest.swap is None:
-            with open_tag(tag_dir, manifest=manifest) as reader:
-                return [*map(str, reader.damage())]
-        for _ in range(ATTEMPTS):
-            commit = Commit.read(manifest.swap.first)
-            state = commit.checkpoint.step, {COMMIT_ID: commit.commit_id}
-            found = [verify_run([Path(path) for path in store.paths], *state) for store in commit.stores]
-            whole = [verified for verified in found if verified is not None]
-            if len(whole) == len(found):  # else the run has committed again
-                return [str(item) for verified in whole for item in verified.broken]
-        raise StoreError(f"{manifest.swap.first} commits faster than it can be read; verify it when its run has ended.")
-    except (StoreError, OSError) as error:
-        return [str(error)]
+def find_damage(directory: str | os.PathLike[str]) -> list[str]:
+    """Read every byte of a tag, or of an in-place commit in the stores of all ranks. Return a text for each fault.
+    `directory`: the tag, or a swap directory of the run. Raises StoreError if it cannot be opened, or if its run is
+    alive and may change it."""
+    path = Path(directory)
+    found = FoundCheckpoint(path=path, swap=path) if (path / OWNER_NAME).exists() else _take_tag(path)
+    with open_reader(found) as reader:
+        return [*map(str, reader.damage())]
 
 
 def open_commit(

@@ -72,31 +72,44 @@ def ls(directory: Path, as_json: bool) -> None:
 @directory_argument
 @JSON_OPTION
 def verify_command(directory: Path, as_json: bool) -> None:
-    """Read every byte of the checkpoints in DIRECTORY against its checksum; exit code 1 if one is broken or none whole.
+    """Read every byte of the checkpoints in DIRECTORY against its checksum; exit code 1 if one is broken or not
+    verified, or none whole.
 
     These are passed over, and are no failure: a save under way or cut off, an in-place commit after a later one,
-    another program's checkpoint.
+    another program's checkpoint. The commit of a live run is not verified: stop that run first. DIRECTORY may also be
+    the swap directory of a run with in-place commits.
     """
     from tiered_zero.checkpoint.tag import find_damage
 
     problems: dict[str, list[str]] = {}
+    not_verified: dict[str, str] = {}
     passed_over: dict[str, str] = {}
-    tags = _tags(directory)
+    tags = _swap_directory(directory) or _tags(directory)
     for info in tags:
         if info.is_foreign or info.path.name != info.tag or (info.kind == "in_place" and not info.complete):
             passed_over[info.tag] = info.reason
-        else:
+            continue
+        try:
             problems[info.tag] = find_damage(info.path) if info.complete else [info.reason]
+        except (StoreError, OSError) as error:
+            not_verified[info.tag] = str(error)
     broken = {tag: found for tag, found in problems.items() if found}
     if as_json:
-        print_json({"checked": [*problems], "broken": broken, "passed_over": passed_over})
+        found = {"checked": [*problems], "broken": broken, "not_verified": not_verified, "passed_over": passed_over}
+        print_json(found)
     else:
-        outcomes = {**dict.fromkeys(problems, "whole"), **dict.fromkeys(broken, "broken")}
-        rows = [(info.tag, format_nbytes(info.nbytes), outcomes.get(info.tag, "passed over")) for info in tags]
+        outcomes = {
+            **dict.fromkeys(problems, "whole"),
+            **dict.fromkeys(broken, "broken"),
+            **dict.fromkeys(not_verified, "not verified"),
+            **dict.fromkeys(passed_over, "passed over"),
+        }
+        rows = [(info.tag, format_nbytes(info.nbytes), outcomes[info.tag]) for info in tags]
         print_table(("checkpoint", "bytes", "outcome"), rows, "No checkpoints.")
         _echo_reasons((tag, text) for tag, texts in broken.items() for text in texts)
+        _echo_reasons(not_verified.items())
         _echo_reasons(passed_over.items())
-    if broken or not problems:
+    if broken or not_verified or not problems:
         raise click.exceptions.Exit(1)
 
 
@@ -199,6 +212,20 @@ def _tags(directory: Path) -> list[TagInfo]:
 
     is_one = (directory / MANIFEST_NAME).exists()
     return [look_at(Path(os.path.realpath(directory)))[0]] if is_one else list_tags(directory)
+
+
+def _swap_directory(directory: Path) -> list[TagInfo]:
+    """Return a tag that stands for the commit in `directory`, if this is a swap directory of a run; else []."""
+    from tiered_zero.checkpoint.tag import TagInfo
+    from tiered_zero.record.directory import OWNER_NAME
+    from tiered_zero.record.files import disk_nbytes, open_directory
+
+    path = Path(os.path.realpath(directory))
+    if not (path / OWNER_NAME).exists():
+        return []
+    with open_directory(path) as fd:
+        nbytes = disk_nbytes(fd)
+    return [TagInfo(tag=path.name, path=path, kind="in_place", nbytes=nbytes, complete=True)]
 
 
 def _latest(directory: Path) -> str | None:

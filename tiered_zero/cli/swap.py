@@ -9,8 +9,6 @@ from rich.text import Text
 
 from tiered_zero.cli.console import JSON_OPTION, directory_argument, print_json, print_table, printable
 from tiered_zero.cli.plan import plan
-from tiered_zero.errors import TieredZeroError
-from tiered_zero.record.data_files import Verified, verify_run
 from tiered_zero.record.directory import collect_garbage, list_runs
 from tiered_zero.sizes import format_nbytes
 
@@ -83,47 +81,6 @@ def gc(directory: Path, as_json: bool, dry_run: bool, committed: bool, unknown: 
     ]
     print_table(("run", "outcome", "bytes", "why"), rows)
     click.echo(f"{format_nbytes(freed_nbytes)} {'would be' if dry_run else 'were'} freed.")
-
-
-@swap.command("verify", short_help="Read committed states, name what is broken.")
-@directory_argument
-@JSON_OPTION
-def verify(directory: Path, as_json: bool) -> None:
-    """Read the committed state of each run in DIRECTORY and name what is broken; exit code 1 if anything is."""
-    results: dict[str, Verified | None] = {}
-    failures: dict[str, str] = {}
-    skipped: dict[str, str] = {}
-    for run in list_runs(directory):
-        if not run.own:
-            skipped[run.run_id] = run.reason
-            continue
-        try:
-            results[run.run_id] = verify_run([Path(path) for path in run.paths])
-        except TieredZeroError as error:
-            failures[run.run_id] = str(error)
-    broken = sum(len(result.broken) for result in results.values() if result)
-    if as_json:
-        print_json({"runs": results, "failures": failures, "skipped": skipped, "num_broken": broken})
-    else:
-        _print_verified(results, {**failures, **skipped})
-    if broken or failures:
-        raise click.exceptions.Exit(1)
-
-
-def _print_verified(results: dict[str, Verified | None], unread: dict[str, str]) -> None:
-    rows = [(run_id, "-", "-", "not read, see below") for run_id in unread]
-    for run_id, result in results.items():
-        if result is None:
-            rows.append((run_id, "-", "-", "nothing committed"))
-            continue
-        found = f"{len(result.broken)} broken" if result.broken else "whole"
-        rows.append((run_id, str(result.step), format_nbytes(result.nbytes), found))
-    print_table(("run", "step", "bytes read", "outcome"), rows)
-    for run_id, text in unread.items():
-        click.echo(printable(f"{run_id}: {text}"))
-    for result in results.values():
-        for item in result.broken if result else ():
-            click.echo(printable(str(item)))
 
 
 def _format_age(age_s: float) -> str:

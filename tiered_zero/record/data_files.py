@@ -21,14 +21,13 @@ import errno
 import os
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter, itemgetter
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple, final
+from typing import Final, NamedTuple, final
 
 from tiered_zero.concurrency.transfer import Completion, Joined, SharedWork, Transfer, Worker, wait_all, wait_quietly
 from tiered_zero.errors import CorruptionError, InternalError, StoreError, TieredZeroError
@@ -44,11 +43,9 @@ from tiered_zero.io.engine import (
 )
 from tiered_zero.io.select import select_engine, select_reader
 from tiered_zero.layout.extents import STRIPE_NBYTES, file_nbytes, stripe_cycle
-from tiered_zero.record import manifest
 from tiered_zero.record.files import error_text, open_of_owner, sync_directory
 from tiered_zero.record.manifest import (
     Contents,
-    Manifest,
     Range,
     Record,
     Span,
@@ -240,9 +237,6 @@ NUM_BUFFERS: Final = 12
 _READ_BLOCKS: Final = IOSettings(block_size=MIB)
 """Blocks of 1 MiB for reads. Blocks of 4 MiB, which suit training, make a load slower: windows are passed on in order,
 so a late block delays all windows behind it."""
-
-ATTEMPTS: Final = 3
-"""The most times that a commit is verified if its run commits again during the verification."""
 
 
 @final
@@ -493,52 +487,6 @@ class RecordReader:
         at, store = window.span.address + start - window.span.start, window.store
         path, offset = self._stripes[store].locate(self._stores[store].paths, at)
         return Broken(record=window.name, path=path, offset=offset, nbytes=nbytes, reason=reason)
-
-
-# -- a whole run -------------------------------------------------------------------------------------------------------
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Verified:
-    """The result of verifying one run. `step`: the step of the state that was verified. `broken`: its damaged
-    ranges."""
-
-    step: int
-    num_records: int
-    nbytes: int
-    broken: list[Broken]
-
-
-def verify_run(
-    paths: Sequence[Path], step: int | None = None, metadata: Mapping[str, Any] = MappingProxyType({})
-) -> Verified | None:
-    """Read a run's committed state and compare its checksums. Return None if there is no such state. `paths`: the swap
-    directories of one store of the run, which may be alive.
-
-    `step`: verify the state of this step, committed or prepared (see `SwapStore.recover`); None: the committed state.
-    `metadata`: items that the state must have. If the run commits during the call, the bytes may have changed: the
-    verification starts again, three times at most. Raises StoreError if the run commits each time, the manifest is
-    damaged, or a data file is missing or too short."""
-    for _ in range(ATTEMPTS):
-        if (state := _find_state(paths[0], step, metadata)) is None:
-            return None
-        check_data_files(paths, Stripes(state.weights), state.capacity_nbytes)
-        reader = RecordReader([RecordFiles(paths=[path / DATA_NAME for path in paths], contents=state)])
-        try:
-            broken = reader.damage()
-        finally:
-            reader.close()
-        if _find_state(paths[0], step, metadata) == state:
-            nbytes = sum(item.end - item.start for ranges in state.ranges.values() for item in ranges)
-            return Verified(step=state.step, num_records=len(state.records), nbytes=nbytes, broken=broken)
-    raise StoreError(f"{paths[0]} commits faster than it can be read; verify it when its run has ended.")
-
-
-def _find_state(path: Path, step: int | None, metadata: Mapping[str, Any]) -> Manifest | None:
-    committed, prepared = manifest.load(path)
-    states = (committed,) if step is None else (committed, prepared)
-    return next((state for state in states if state is not None and state.is_state(step, metadata)), None)
 
 
 # -- append ------------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from tiered_zero.grads.store import GradientStore
 from tiered_zero.record import data_files, files, manifest
 from tiered_zero.record import directory as swap_dir
 from tiered_zero.record import store as swap_store
-from tiered_zero.record.data_files import DATA_NAME, RecordWriter, verify_run
+from tiered_zero.record.data_files import DATA_NAME, RecordWriter
 from tiered_zero.record.directory import (
     OWNER_NAME,
     PREFIX,
