@@ -216,7 +216,7 @@ def describe(value: Any, tensors: list[Tensor]) -> list[Any]:
         return ["value", value]
     raise ModelError(
         f"The state of a parameter was expected to be tensors, numbers, text, and lists and dicts of these; found "
-        f"{type(value).__name__}. Save each rank's own local_state_dict() instead."
+        f"{type(value).__name__}. Save optimizer.state_dict() instead."
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +14,6 @@ from torch.optim import Optimizer
 from tiered_zero.errors import ConfigError, RankError
 from tiered_zero.hardware.ranks.shard_group import Join, Joinable, ShardGroup, StepHook
 from tiered_zero.optim.offloaded import OffloadedOptimizer
-from tiered_zero.optim.state_files import describe, rebuild
 from tiered_zero.rules.torch_rule import on_cpu
 from tiered_zero.update.handle import creates_state
 
@@ -239,7 +237,7 @@ def _open_together(ranks: ShardGroup, make: Callable[[], OffloadedOptimizer]) ->
     except Exception as error:
         made = error
     own = f"{type(made).__name__}: {made}" if isinstance(made, Exception) else ""
-    found = [text.decode() for text in ranks.exchange(own.encode())]  # else other ranks wait in step() for a failed one
+    found = ranks.exchange(own)  # else other ranks wait in step() for a failed one
     if isinstance(made, Exception):
         raise made
     if failed := [f"rank {rank}: {text}" for rank, text in enumerate(found) if text]:
@@ -336,29 +334,12 @@ def _consolidate(
     this rank's parameters."""
     if group.rank != to:
         for param in parts[group.rank]:
-            _send(group, read(param), to)
+            group.send(on_cpu(read(param)), to)
         return None
     found: dict[int, dict[str, Any]] = {}
     for rank, params in enumerate(parts):
         for param in params:
-            state = on_cpu(read(param)) if rank == group.rank else _receive(group, rank)
+            state = on_cpu(read(param)) if rank == group.rank else group.receive(rank)
             if state:
                 found[indices[id(param)]] = state
     return dict(sorted(found.items()))
-
-
-def _send(group: ShardGroup, state: Mapping[str, Any], to: int) -> None:
-    tensors: list[Tensor] = []
-    group.send(json.dumps(describe(dict(state), tensors)).encode(), to)
-    for tensor in tensors:
-        group.send_tensor(tensor.detach(), to)
-
-
-def _receive(group: ShardGroup, source: int) -> dict[str, Any]:
-    def read(dtype: str, shape: Sequence[int]) -> Tensor:
-        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
-        group.receive_tensor(tensor, source)
-        return tensor
-
-    state: dict[str, Any] = rebuild(json.loads(group.receive(source)), read)
-    return state

@@ -1,9 +1,9 @@
-"""Wrap a user's process group for an optimizer that divides the parameters among the ranks: broadcasts, and messages
-between two ranks. All calls run on the thread and stream of the training loop."""
+"""Wrap a user's process group for an optimizer that divides the parameters among the ranks: broadcasts, and values
+sent between two ranks. All calls run on the thread and stream of the training loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -29,7 +29,7 @@ class StepHook(JoinHook):
 
 @final
 class ShardGroup:
-    """Sends tensors and bytes between the ranks of `process_group`. Without `process_group` these are the ranks of the
+    """Sends tensors and values between the ranks of `process_group`. Without `process_group` these are the ranks of the
     default group, or this process alone if there is no group. Raises torch's error if a launcher has started several
     processes, and there is no group."""
 
@@ -51,57 +51,22 @@ class ShardGroup:
             return COMPLETED
         return dist.broadcast(tensor, self._global(source), group=self.process_group, async_op=True)
 
-    def exchange(self, data: bytes) -> list[bytes]:
-        """Return every rank's `data`, of any length, in rank order. Collective."""
-        if self.world_size == 1:
-            return [data]
-        found: list[bytes] = []
-        for source in range(self.world_size):
-            length = torch.tensor([len(data)], device=self._device)
-            self.broadcast(length, source).wait()
-            if not int(length):
-                found.append(b"")
-                continue
-            message = torch.zeros(int(length), dtype=torch.uint8)
-            if source == self.rank:
-                message.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-            message = message.to(self._device)
-            self.broadcast(message, source).wait()
-            found.append(bytes(message.cpu().numpy()))
+    def exchange(self, value: str) -> list[str]:
+        """Return every rank's `value`, in rank order. Collective."""
+        found = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(found, value, group=self.process_group)
         return found
 
-    def send(self, data: bytes, to: int) -> None:
-        """Send any number of bytes to rank `to`, which calls `receive`. Both calls block."""
-        self.send_tensor(torch.tensor([len(data)]), to)
-        self.send_tensor(torch.frombuffer(bytearray(data), dtype=torch.uint8), to)
+    def send(self, value: Any, to: int) -> None:
+        """Send a value whose tensors are on the CPU to rank `to`, which calls `receive`. Both calls block."""
+        dist.send_object_list([value], self._global(to), group=self.process_group)
 
-    def receive(self, source: int) -> bytes:
-        length = torch.empty(1, dtype=torch.int64)
-        self.receive_tensor(length, source)
-        data = torch.empty(int(length), dtype=torch.uint8)
-        self.receive_tensor(data, source)
-        return bytes(data.numpy())
-
-    def send_tensor(self, tensor: torch.Tensor, to: int) -> None:
-        """Send a tensor, on any device, to rank `to`. It is first copied to the device from which the group sends
-        messages."""
-        if tensor.numel():
-            dist.send(tensor.to(self._device).contiguous(), self._global(to), group=self.process_group)
-
-    def receive_tensor(self, tensor: torch.Tensor, source: int) -> None:
-        """Fill `tensor`, a contiguous CPU tensor, with the tensor that rank `source` sends."""
-        if not tensor.numel():
-            return
-        room = tensor if self._device.type == "cpu" else torch.empty_like(tensor, device=self._device)
-        dist.recv(room, self._global(source), group=self.process_group)
-        if room is not tensor:
-            tensor.copy_(room)
-
-    @property
-    def _device(self) -> torch.device:
-        """The device of messages: the CPU if the group's backend takes CPU tensors, else a device that it takes."""
-        types: Sequence[str] = [device.type for device in self.process_group._device_types]
-        return torch.device("cpu" if "cpu" in types else types[0])
+    def receive(self, source: int) -> Any:
+        """Return the value that rank `source` sends."""
+        found: list[Any] = [None]
+        dist.recv_object_list(found, self._global(source), group=self.process_group)
+        return found[0]
 
     def _global(self, rank: int) -> int:
         return dist.get_global_rank(self.process_group, rank)
