@@ -1,7 +1,7 @@
-"""Run the optimizer over sub-groups. policy.py decides when an update runs; pipeline.py and subgroup_io.py read, update
-and write state; state_view.py reads and writes state between updates; handle.py is the optimizer that the user holds.
+"""Run the optimizer over sub-groups. policy.py decides when an update runs; pipeline.py and subgroup_io.py run it;
+state_view.py reads and writes state between updates; handle.py has the optimizer that the user holds.
 
-Promise: every sub-group with a gradient is updated once a step, in the order in which the next forward needs its units,
-on any tiers and with any policy; the results depend only on the rule. Owner: the thread that updates a sub-group owns
-its staging buffers; the driver thread owns everything else. Never: calls a collective or a module on the update lane.
-"""
+Promise: every sub-group with a gradient is updated once a step; the results depend only on the rule, not on tiers or
+policy.
+Owner: the thread that updates a sub-group owns its staging buffers; the driver thread owns everything else.
+Never: calls a collective or a module on the update lane."""

@@ -1,5 +1,5 @@
-"""Provide the torch.optim.Optimizer that `initialize()` returns. Its `step` calls `engine.step()`. It shares its param
-groups with the user's own optimizer and with schedulers."""
+"""Provide the torch.optim.Optimizer that `initialize()` returns, and the base class of optimizers with state on
+tiers."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ NO_COPY = "An optimizer whose state rests on tiers cannot be copied or pickled. 
 
 
 def creates_state(groups: Sequence[Mapping[str, Any]], grads: Collection[torch.Tensor]) -> bool:
-    """Return whether a call of `step` serves only to create state, as a call by torch.distributed.checkpoint does: lr
-    is 0 in every one of the param `groups`, there are `grads`, and all of them are 0. The caller has checked that the
-    optimizer has no state."""
+    """Return whether a call of `step` serves only to create state, as a call by torch.distributed.checkpoint does:
+    every lr is 0, there are `grads`, and all of them are 0. For an optimizer without state."""
     return bool(grads) and all(group.get("lr") == 0 for group in groups) and not any(grad.any() for grad in grads)
 
 
@@ -63,12 +62,9 @@ class OffloadedState:
 @final
 class StateAccess(Mapping[nn.Parameter, ParamState]):
     """The mapping `optimizer.state` while the state rests on tiers. Its keys are the parameters that have state. Using
-    a value raises ModelError, because a change to it would be lost. Used on the driver thread, the one that calls the
-    engine.
-    """
+    a value raises ModelError, because a change to it would be lost. Used on the driver thread."""
 
     def __init__(self, policy: UpdatePolicy) -> None:
-        """`policy`: the run's update policy, which waits for updates before state is read or changed."""
         self._policy = policy
         self._view: StateView | None = policy.view
 
@@ -85,7 +81,7 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
         return OffloadedState(self, param)  # type: ignore[return-value]
 
     def __setitem__(self, param: nn.Parameter, value: object) -> None:
-        """Ignore the assignment of a value that this mapping has returned: code that moves state to a device assigns
+        """Accept a value that this mapping has returned, and change nothing: code that moves state to a device assigns
         values back. Raises ModelError for any other value."""
         if not isinstance(value, OffloadedState):
             refuse_state()
@@ -96,8 +92,8 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
         raise ModelError(NO_COPY)
 
     def read(self, only: nn.Parameter | None = None) -> dict[nn.Parameter, ParamState]:
-        """Wait for the updates under way, and return copies of the state: of all parameters that have any, or only of
-        the parameter `only`."""
+        """Wait for the updates under way, and return copies of the state of `only`, or of all parameters that have
+        state."""
         return self._flushed().read(only)
 
     def check_groups(self, groups: list[dict[str, Any]]) -> None:
@@ -105,10 +101,9 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
         self._flushed().check_groups(groups)
 
     def replace(self, states: Mapping[nn.Parameter, ParamState], groups: list[dict[str, Any]]) -> None:
-        """Replace the state of all parameters by `states`; parameters that are missing there are left without state.
-        `groups`: the values that the caller sets in the param groups afterwards. Raises ModelError, with nothing
-        changed, if `states` and `groups` do not fit. If writing fails, state is partly new, and no step runs any
-        more."""
+        """Replace the state of all parameters by `states`. A parameter that is missing there has no state afterwards.
+        `groups`: the values that the caller then sets in the param groups. Raises ModelError, with nothing changed, if
+        they do not fit. If writing fails, no step runs any more."""
         view = self._open()
 
         def check() -> None:
@@ -148,8 +143,8 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
 
 
 class TierStateOptimizer(Optimizer):
-    """The base class of optimizers with state on tiers. Their `state` is a `StateAccess`. `_source`: a plain torch
-    optimizer of the user's class, which is never stepped."""
+    """The base class of optimizers with state on tiers. `_source`: a plain optimizer of the user's class; never
+    stepped."""
 
     _source: Optimizer
     _access: StateAccess
@@ -179,14 +174,12 @@ class TierStateOptimizer(Optimizer):
 
     @hold_interrupts()
     def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the state in torch's own format: fp32 CPU tensors in the parameters' shapes, from any tier
-        and any state format.
+        """Return a copy of the state in torch's format: fp32 CPU tensors in the parameters' shapes. Waits for the
+        updates under way. If state is sharded (many ranks, stage 1 and up), every rank calls this and gets the whole
+        state. Raises BudgetError if the copies do not fit into free host memory.
 
-        Waits for the updates under way. An engine's optimizer leaves out the fp32 masters: loading makes them from the
-        parameters of `module.state_dict()`, so masters of a 16-bit model keep only 16 bits. An optimizer without an
-        engine includes them, as "master". Raises BudgetError if the tensors do not fit into free host memory. If state
-        is sharded (many ranks, stage 1 and up), every rank calls this and gets the whole state.
-        """
+        An engine's optimizer leaves out the fp32 masters: loading makes them from the parameters, with the parameters'
+        precision. An optimizer without an engine includes them, as "master"."""
         before, self._copies = self._copies, self._state_access().read()
         try:
             return super().state_dict()
@@ -195,13 +188,10 @@ class TierStateOptimizer(Optimizer):
 
     @hold_interrupts()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load `state_dict`, the result of `state_dict()` of an optimizer with state on tiers, or of a plain torch
-        optimizer of the user's class.
-
-        Param groups are changed in place: schedulers and the engine keep sharing one list. State tensors are rounded,
-        with a warning, if tiered_zero.state_format has fewer bits. Raises ModelError, with nothing changed, if groups,
-        shapes or keys do not fit. With many ranks every rank calls this with the whole state.
-        """
+        """Load the result of `state_dict()`, or that of a plain torch optimizer of the user's class. Param groups are
+        changed in place. State is rounded, with a warning, if tiered_zero.state_format has fewer bits. With many ranks
+        every rank calls this with the whole state. Raises ModelError, with nothing changed, if groups, shapes or keys
+        do not fit."""
         given = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             given = pre_hook(self, given) or given
@@ -217,8 +207,8 @@ class TierStateOptimizer(Optimizer):
         return self._state_access().read(param).get(param, {})
 
     def _replace_state(self, states: Mapping[nn.Parameter, ParamState], groups: list[dict[str, Any]]) -> None:
-        """Replace all state by `states`, and the values of the param groups by `groups`. Raises ModelError, with
-        nothing changed, if they do not fit."""
+        """Replace all state, and the values of the param groups. Raises ModelError, with nothing changed, if they do
+        not fit."""
         self._state_access().replace(states, groups)
         replace_values(self.param_groups, groups)
 
@@ -226,8 +216,8 @@ class TierStateOptimizer(Optimizer):
         raise ModelError(NO_COPY)
 
     def _matched(self, given: Mapping[str, Any]) -> tuple[dict[nn.Parameter, ParamState], list[dict[str, Any]]]:
-        """Check `given`, a state_dict. Return its state by parameter of this optimizer, and its param groups with
-        missing options filled in. Raises ModelError."""
+        """Check `given`, a state_dict. Return its state by parameter of this optimizer, and its param groups with all
+        options. Raises ModelError."""
         try:
             states, saved = given["state"], deepcopy(given["param_groups"])
             sizes = [len(group["params"]) for group in saved]
@@ -274,8 +264,7 @@ class TierStateOptimizer(Optimizer):
 
 
 def replace_values(groups: list[dict[str, Any]], values: list[dict[str, Any]]) -> None:
-    """Replace the contents of each param group, in place, by the contents of the group at the same index in
-    `values`."""
+    """Replace the contents of each param group, in place, by those at the same index in `values`."""
     for group, new in zip(groups, values, strict=True):
         group.clear()
         group.update(new)
@@ -287,10 +276,8 @@ def replace_values(groups: list[dict[str, Any]], values: list[dict[str, Any]]) -
 class TieredOptimizer(TierStateOptimizer):
     """The optimizer that `initialize()` returns. Its state rests on the tiers.
 
-    A value that is changed in `param_groups` takes effect at the next step, so any torch LR scheduler works. If the
-    user passed an optimizer (`source`), both optimizers share the same group dicts, so schedulers built on `source`
-    still work; a hook registered on one of them runs for calls of both.
-    """
+    A value that is changed in `param_groups` takes effect at the next step, so any torch LR scheduler works. An
+    optimizer that the user has passed shares group dicts and hooks, so schedulers built on it work too."""
 
     overflow = False
     """Whether the last step was skipped because its gradients were not finite."""
@@ -300,8 +287,7 @@ class TieredOptimizer(TierStateOptimizer):
         self.param_groups = source.param_groups
         self._source = source
         self._engine: Any = None
-        """The engine, whose `step`, `zero_grad` and `loss_scale` this optimizer uses; None before `connect`. Typed Any,
-        because this file cannot import the engine's."""
+        """The engine; None before `connect`. Typed Any, because this file cannot import the engine's."""
         self._refused: Any = None
         for name in _HOOKS:
             setattr(self, name, getattr(source, name))
@@ -312,10 +298,8 @@ class TieredOptimizer(TierStateOptimizer):
 
     def take_reset(self) -> None:
         """Reset the state if the program has assigned an empty mapping to `state` of the user's own optimizer. Called
-        before every use of the state. Raises ModelError if the program has assigned another mapping.
-
-        The state cannot be reset while an update that began in backward waits for its `step()`. The first call then
-        raises ModelError, and `step()` uses the old state. The first use of the state after that `step()` resets it."""
+        before every use of the state. Raises ModelError for another mapping; also, once, while an update that began in
+        backward waits for its step()."""
         given = self._source.state
         if given is self._access or not isinstance(self._access, StateAccess) or not self._access.is_open:
             return
@@ -323,7 +307,7 @@ class TieredOptimizer(TierStateOptimizer):
             try:
                 self._reset()
             except ModelError:
-                if self._refused is given:
+                if self._refused is given:  # step() uses the old state; the next use after it resets
                     return
                 self._refused = given
                 raise
@@ -339,9 +323,8 @@ class TieredOptimizer(TierStateOptimizer):
     cur_scale = loss_scale
 
     def connect(self, engine: Any, policy: UpdatePolicy, at_end: Callable[[Callable[[], None]], None]) -> None:
-        """Connect the optimizer to the built run: its calls go to `engine`, its state is read and changed through
-        `policy`, and calls of the user's own optimizer are redirected here. `at_end(act)`: registers `act` to be called
-        when the run closes, to undo this."""
+        """Connect the optimizer to the run: its calls go to `engine`, its state is reached through `policy`, and calls
+        of the user's own optimizer come here. `at_end(act)`: registers `act`, which undoes this when the run closes."""
         self._engine = engine
         self.state = access = StateAccess(policy)
         at_end(access.close)
@@ -349,9 +332,8 @@ class TieredOptimizer(TierStateOptimizer):
         self._source.state = access  # type: ignore[assignment]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Call the closure, if any, then `engine.step()`. Return the closure's result. Like `engine.step()`, this
-        counts a micro-batch, and updates the weights after the last micro-batch of an accumulation. Gradients are
-        clipped only if the config has gradient_clipping. Pre-step hooks run after the closure."""
+        """Call the closure, if any, then `engine.step()`. Return the closure's result. Weights are updated after the
+        last micro-batch of an accumulation. Gradients are clipped only if the config has gradient_clipping."""
         calls, loss = self._calls(), None
         if closure is not None:
             with torch.enable_grad():
@@ -380,8 +362,8 @@ class TieredOptimizer(TierStateOptimizer):
             )
 
     def update(self, act: Callable[[], None]) -> None:
-        """Run `act`, which makes one optimizer step, between the pre-step and post-step hooks. The engine calls this
-        for each update. A skipped step runs no hooks, as with torch's GradScaler."""
+        """Run `act`, one optimizer step, between the pre-step and post-step hooks. The engine calls this for each
+        update."""
 
         @Optimizer.profile_hook_step
         def run(_: TieredOptimizer) -> None:
@@ -397,12 +379,12 @@ class TieredOptimizer(TierStateOptimizer):
         self._calls().zero_grad(set_to_none)
 
     def group_options(self) -> list[dict[str, Any]]:
-        """Return a copy of each param group's options. "params" is the number of parameters in place of the list."""
+        """Return a copy of each param group's options. "params" is the number of parameters."""
         return [{**group, "params": len(group["params"])} for group in self.param_groups]
 
     def checked_group_options(self, options: Any) -> list[dict[str, Any]]:
-        """Check `options`, which come from a checkpoint in the form of `group_options()` and are not trusted. Return
-        them with missing options filled in. Raises ModelError if the optimizer cannot step with them."""
+        """Check `options`, the `group_options()` of a checkpoint, which are not trusted. Return them with missing
+        options filled in. Raises ModelError if the optimizer cannot step with them."""
         if type(options) is not list or not all(
             type(new) is dict and type(new.get("params")) is int for new in options
         ):
@@ -423,16 +405,13 @@ class TieredOptimizer(TierStateOptimizer):
         return completed
 
     def load_group_options(self, options: Sequence[Mapping[str, Any]]) -> None:
-        """Set the param groups to `options`, a result of `checked_group_options`.
-
-        Groups are changed in place, and a learning rate that is a tensor stays the same tensor, because schedulers
-        share both. Options that `options` lacks keep their present values. So do fused, capturable and differentiable,
-        which each run chooses for itself."""
+        """Set the param groups to `options`, a result of `checked_group_options`. Options that are missing there keep
+        their values, and so do fused, capturable and differentiable, which each run chooses for itself."""
         for group, new in zip(self.param_groups, options, strict=True):
             for name, value in new.items():
                 own = group.get(name)
                 if isinstance(own, Tensor) and isinstance(value, Tensor) and own.shape == value.shape:
-                    own.copy_(value)
+                    own.copy_(value)  # schedulers share this tensor
                 elif name not in ("params", *_CODE_OPTIONS):
                     group[name] = value
 
@@ -452,13 +431,8 @@ class TieredOptimizer(TierStateOptimizer):
 
 @final
 class ParamGroupWatch:
-    """Detects changes of param groups that the run cannot follow, and raises ModelError: another list of groups, other
-    parameters in a group, other values of fused, capturable or differentiable.
-
-    All other values are read at each step and may change. The place of each parameter's state is decided once, when the
-    run starts. Optimizers are held by weak references, so they may be freed before the engine. Used on the driver
-    thread. A check compares identities and three options, so it is cheap enough for each call.
-    """
+    """Detects changes of param groups that the run cannot follow: another list of groups, other parameters in a group,
+    other values of fused, capturable or differentiable. All other values may change. Used on the driver thread."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         """`optimizers`: all optimizers that share the one list of param groups."""
@@ -466,11 +440,10 @@ class ParamGroupWatch:
         self._params: list[list[nn.Parameter]] = [list(group["params"]) for group in self._groups]
         self._chosen = [[bool(group.get(option)) for option in _CODE_OPTIONS] for group in self._groups]
         self._names = sorted(optimizers[0].defaults) if optimizers else []
-        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
+        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]  # they may be freed before the engine
 
     def values(self) -> list[dict[str, str]]:
-        """Return the options of each param group that the update reads, as text: name -> value. They must be equal on
-        all ranks."""
+        """Return the options of each param group that the update reads, as text. They must be equal on all ranks."""
         return [
             {name: _describe(group[name]) for name in self._names if isinstance(group.get(name), _VALUES)}
             for group in self._groups
@@ -483,8 +456,7 @@ class ParamGroupWatch:
                 handle.take_reset()
 
     def check(self) -> None:
-        """Raise ModelError if one of these has changed: the list of groups, the parameters of a group, or its options
-        fused, capturable and differentiable."""
+        """Raise ModelError if param groups have changed in a way that the run cannot follow."""
         for ref in self._optimizers:
             if (owner := ref()) is not None and owner.param_groups is not self._groups:
                 raise ModelError(
@@ -517,8 +489,7 @@ class ParamGroupWatch:
 
 
 _CODE_OPTIONS = ("fused", "capturable", "differentiable")
-"""Options that choose by which code torch steps. `foreach` is not among them: its results equal those of the for-loop
-form bit for bit."""
+"""Options that choose torch's code. `foreach` is not among them: its results equal those of the for-loop."""
 _VALUES = (bool, int, float, str, tuple, list, Tensor)
 
 
@@ -528,8 +499,8 @@ def _describe(value: Any) -> str:
 
 @contextmanager
 def restored_on_error(groups: list[dict[str, Any]]) -> Iterator[None]:
-    """A context manager: if the block raises, restore the values that the param groups had before the block. A
-    scheduler that the block builds changes learning rates as soon as it is built."""
+    """A context manager that restores the values of the param groups if the block raises. (A scheduler changes learning
+    rates as soon as it is built.)"""
     before = [dict(group) for group in groups]
     try:
         yield
@@ -544,9 +515,8 @@ _REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_
 
 
 def _redirect(source: Optimizer, handle: TieredOptimizer, at_end: Callable[[Callable[[], None]], None]) -> None:
-    """Replace methods of `source`, the user's own optimizer: step, zero_grad, state_dict, load_state_dict and
-    add_param_group then call those of `handle`, which is held by a weak reference. `at_end(act)`: registers the
-    function that undoes this."""
+    """Redirect the methods `_REDIRECTED` of `source`, the user's own optimizer, to those of `handle`. `at_end(act)`:
+    registers the function that undoes this."""
     owner = weakref.ref(handle)
     before = {name: vars(source)[name] for name in _REDIRECTED if name in vars(source)}
     redirects = {name: MethodType(_redirected(name, owner), source) for name in _REDIRECTED}

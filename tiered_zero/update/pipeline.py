@@ -1,10 +1,7 @@
-"""Run the update over sub-groups (the parts of the parameters that the optimizer steps at once): read sub-group i+1
-while i is updated and i-1 is written.
+"""Run the update over sub-groups: read sub-group i+1 while i is updated and i-1 is written.
 
-One loop runs every update. It begins to read the sub-groups that are ready, updates the first, and frees the buffers of
-written ones. `ReadyQueue` gives it sub-groups, in step() or in backward. `Prefetcher` reads the state for the next step
-ahead. A `StateLayout` stands for a sub-group: it says where the sub-group's slot holds each array.
-"""
+One loop, `UpdatePipeline.step`, runs every update. `ReadyQueue` gives it sub-groups. `Prefetcher` reads state ahead. A
+sub-group is what the optimizer steps at once; a `StateLayout` stands for it."""
 
 from __future__ import annotations
 
@@ -35,13 +32,8 @@ POLL_S = 0.002
 
 
 class ReadyQueue:
-    """Holds the sub-groups that are ready to be updated. May be used from any thread.
-
-    The shallowest ready sub-group (the first in forward) comes first, because the next forward needs it first. In
-    backward, a sub-group whose gradients have all arrived comes before any other. Others are in the queue too: a
-    sub-group is added when the CPU has launched the work that computes its gradients, and the accelerator does this
-    work later. Nothing is added after `close`. `take_skipped` returns each sub-group that this step does not update,
-    once."""
+    """Holds the sub-groups that are ready to be updated: the work that computes their gradients is launched. Nothing is
+    added after `close`. `take_skipped` returns each sub-group that this step does not update, once. Any thread."""
 
     def __init__(self, ready: Iterable[StateLayout] = (), skipped: Iterable[StateLayout] = ()) -> None:
         self._changed = threading.Condition()
@@ -67,19 +59,19 @@ class ReadyQueue:
             self._ready.clear()
 
     def peek(self) -> StateLayout | None:
-        """Return the shallowest ready sub-group, the first in forward; None if the queue is empty."""
+        """Return the ready sub-group that the next forward needs first; None if the queue is empty."""
         with self._changed:
             return self._ready[min(self._ready)] if self._ready else None
 
     def choose(self, gradients: GradientSource) -> StateLayout | None:
-        """Return the shallowest ready sub-group with all gradients arrived. Without one, return the sub-group that
-        became ready first, because its gradients arrive first. Return None if the queue is empty."""
+        """Return the ready sub-group that the next forward needs first, of those with all gradients arrived. If there
+        is none, return the one that became ready first; None if the queue is empty."""
         with self._changed:
             for index in sorted(self._ready):
                 layout = self._ready[index]
                 if all(gradients.has_arrived(segment.unit) for segment in layout.subgroup.segments):
                     return layout
-            return next(iter(self._ready.values()), None)
+            return next(iter(self._ready.values()), None)  # its gradients arrive first
 
     def take(self, layout: StateLayout) -> None:
         """Remove `layout` if it is still in the queue."""
@@ -105,7 +97,7 @@ class ReadyQueue:
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Block until a sub-group is ready, and return True. Return False once the queue is closed and empty, or after
-        `timeout_s` seconds."""
+        `timeout_s`."""
         with self._changed:
             while not (self._ready or self._closed) and self._changed.wait(timeout_s):
                 pass
@@ -116,16 +108,13 @@ class ReadyQueue:
 class UpdateJob:
     """The input of one update.
 
-    `grad_scale`: multiplies gradients. `groups`: copies of the param groups' values, made when the job was made.
-    `after`: parameters on the device are written after this transfer, because work that compute launched before the job
-    was made may read them. `after_of`: index of a sub-group that became ready after the job was made -> the transfer
-    that replaces `after` for this sub-group. `unit_updates`: unit index -> the `UnitUpdate` to complete. `param_kind`:
-    the slots that get the new parameters: "param", or "param_back" for a delayed update. `every_subgroup`: also process
-    sub-groups without a gradient, to write their parameters to the new slots. `queue`: gives sub-groups as they become
-    ready; None: process all that have a gradient. `on_device`: True processes only sub-groups with state on the device,
-    False only the others, None all; those that are left out are taken as written. `computed`: completes when every
-    sub-group is computed (writes may still be under way), or when the job fails.
-    """
+    `groups`: copies of the param groups' values. `after`: parameters on the device are written after this transfer,
+    because earlier work of compute may read them. `after_of`: index of a sub-group -> the transfer that replaces
+    `after`. `unit_updates`: unit index -> the `UnitUpdate` to complete. `param_kind`: the slots for new parameters:
+    "param", or "param_back" for a delayed update. `every_subgroup`: also write the parameters of sub-groups without a
+    gradient. `queue`: None updates all sub-groups that have a gradient. `on_device`: True updates only sub-groups with
+    state on the device, False only the others, None all. `computed`: completes when every sub-group is computed, or
+    when the job fails."""
 
     gradients: GradientSource
     grad_scale: float
@@ -155,7 +144,7 @@ def has_gradient(subgroup: SubGroup, gradients: GradientSource) -> bool:
 
 class UpdatePipeline:
     """Updates sub-groups, one step at a time, on the thread that calls `step`. With state on NVMe, as many sub-groups
-    are read, updated and written at once as there are staging buffers."""
+    are under way as there are staging buffers."""
 
     def __init__(
         self,
@@ -164,8 +153,7 @@ class UpdatePipeline:
         params: ParameterSink,
         gradient_dtypes: Mapping[int, torch.dtype] | None = None,
     ) -> None:
-        """`view`: reads and writes state between updates. `params`: writes the new parameters. `gradient_dtypes`: index
-        of a unit with gradients on NVMe -> their dtype."""
+        """`gradient_dtypes`: index of a unit with gradients on NVMe -> their dtype."""
         self.view = view
         self._rule = view.rule
         self.runtime = runtime
@@ -189,9 +177,8 @@ class UpdatePipeline:
         return any(map(self._io.reads, self.view.layouts))
 
     def freeze_groups(self) -> list[dict[str, Any]]:
-        """Return copies of the param groups, for the update: schedulers may change the live groups while it runs. Some
-        rules change values of the groups in each step, such as a count of steps: this call makes the changes in the
-        live groups, for the step that uses the copies."""
+        """Return copies of the param groups for one update: schedulers may change the groups while it runs. Values that
+        the rule changes in each step, such as a count of steps, are changed in the groups themselves."""
         frozen = list(map(copied_group, self.view.groups))
         self._rule.advance_groups(self.view.groups, frozen)
         return frozen
@@ -209,8 +196,8 @@ class UpdatePipeline:
 
     def hold(self, until: Mapping[int, Transfer], reading: Transfer = COMPLETED) -> None:
         """Set what updates wait for while a save reads state in place. `until`: index of a sub-group -> the transfer
-        after which the sub-group may be updated. `reading`: ends when the save has read everything, parameters too, and
-        never fails; `wait_held` waits for it. Called on the thread that updates."""
+        after which it may be updated. `reading`: ends when the save has read everything; never fails. Called on the
+        thread that updates."""
         self._held, self._reading = until, reading
 
     def wait_held(self) -> None:
@@ -221,9 +208,9 @@ class UpdatePipeline:
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def step(self, job: UpdateJob) -> None:
-        """Update every sub-group that has a gradient once, and return when everything is written. If a sub-group cannot
-        be read intact, raise TransferError or CorruptionError before this sub-group changes; sub-groups that were
-        updated earlier stay updated. After any error, every `UnitUpdate` that is not complete fails with this error."""
+        """Update every sub-group that has a gradient, and return when everything is written. Raises TransferError or
+        CorruptionError if a sub-group cannot be read intact: it is unchanged then, but sub-groups before it are
+        updated. After any error every `UnitUpdate` that is not complete fails."""
         step = _Step(job, job.queue or self._queue_all(job), self.view.layouts)
         reads_ahead = self._stages and not job.on_device
         if reads_ahead:
@@ -243,15 +230,13 @@ class UpdatePipeline:
             self._prefetcher.end_step()
 
     def _begin(self, step: _Step) -> None:
-        """Begin to read ready sub-groups: first the prefetched ones, then others in order as long as buffers are free.
-
-        If nothing has to be read, begin only one sub-group. In backward a sub-group that the next forward needs sooner
-        may become ready while this one is updated, and should come before the others."""
+        """Begin to read ready sub-groups: first the prefetched ones, then others as long as buffers are free."""
         step.count_skipped(step.queue.take_skipped())
         if self._reads:
             for prefetched in map(self._prefetcher.take, step.queue.take_among(self._prefetcher.subgroups)):
                 step.opened.append(prefetched)
                 self._read_gradients(prefetched, step.job)
+        # with nothing to read, begin only one: a sub-group that is needed sooner may become ready during its update
         while self._reads or not step.opened:
             # in backward gradients may be under way: prefer a sub-group with all gradients arrived
             layout = step.queue.peek() if step.job.queue is None else step.queue.choose(step.job.gradients)
@@ -267,8 +252,7 @@ class UpdatePipeline:
                 return
 
     def _read_gradients(self, work: SubGroupWork, job: UpdateJob) -> None:
-        """Start to read gradients from NVMe together with the state. If the update began in backward, do nothing: the
-        gradients may still be on their way, and are read once they have arrived."""
+        """Start to read gradients from NVMe. In backward do nothing: gradients are read once they have arrived."""
         if job.queue is None:
             self._io.read_gradients(work, job.gradients)
 
@@ -290,8 +274,8 @@ class UpdatePipeline:
         step.written.append(step.opened.popleft())
 
     def _retire(self, step: _Step) -> None:
-        """Release the buffers of written sub-groups, oldest first, and read ahead into buffers that no ready sub-group
-        needs. Wait for a write only at the end of the step, or if a ready sub-group needs its buffer."""
+        """Release the buffers of written sub-groups, oldest first, and read ahead into free buffers. Wait for a write
+        only at the end of the step, or if a ready sub-group needs its buffer."""
         ended = not step.opened and step.queue.has_ended()
         if ended:  # count the sub-groups skipped last: forward waits for them
             step.count_skipped(step.queue.take_skipped())
@@ -342,10 +326,8 @@ class UpdatePipeline:
 
     @contextmanager
     def _gradients(self, work: SubGroupWork, gradients: GradientSource) -> Iterator[list[torch.Tensor]]:
-        """Return a context manager that yields the gradients of each segment (the part of a unit in the sub-group). If
-        the state is on the device and gradients rest in host memory, it yields copies on the device, and frees them
-        after the block. The ledger counts the copies as gradients in flight. The plan has room for these, and during an
-        update this room is free."""
+        """A context manager that yields the gradients of each segment. If the state is on the device, gradients in host
+        memory are copied there for the block."""
         segments = work.layout.subgroup.segments
         read = work.grads or [None] * len(segments)
         grads = [gradients.part(s) if part is None else part for s, part in zip(segments, read, strict=True)]
@@ -355,6 +337,7 @@ class UpdatePipeline:
             yield grads
             return
         nbytes = sum(grads[index].nbytes for index in elsewhere)
+        # the plan has room for gradients in flight, and there are none during an update
         self.runtime.ledger.charge("device", "gradient_in_flight", nbytes)
         try:
             for index in elsewhere:
@@ -412,9 +395,9 @@ class UpdatePipeline:
         self.view.scalars.replace(layout, scalars)
 
     def _spans(self, segment: Segment, gradients: GradientSource, scalars: PieceScalars) -> list[list[ParamPiece]]:
-        """Group the segment's pieces (parts of parameters) that have gradients into lists. One `Run` steps all pieces
-        of a list. The pieces of a list are neighbours, are in one param group, and share one object of scalars: they
-        were stepped together in every step so far. If the rule is not elementwise, each list has one piece."""
+        """Group the segment's pieces (parts of parameters) that have gradients, one list for each `Run`. The pieces of
+        a list are neighbours, in one param group, and share one object of scalars. If the rule is not elementwise, each
+        list has one piece."""
         spans: list[list[ParamPiece]] = []
         last: ParamPiece | None = None
         for piece in segment.pieces:
@@ -435,10 +418,8 @@ class UpdatePipeline:
 
 
 class _Step:
-    """The progress of one step. `opened`: sub-groups being read. `written`: sub-groups being written.
-
-    Completes the `UnitUpdate` of each unit: `computed` when all sub-groups with a part of the unit are computed,
-    `written` when all of them are written."""
+    """The progress of one step. `opened`: sub-groups being read. `written`: sub-groups being written. Completes the
+    `UnitUpdate` of each unit, once all sub-groups with a part of the unit are computed or written."""
 
     def __init__(self, job: UpdateJob, queue: ReadyQueue, layouts: Sequence[StateLayout]) -> None:
         self.job, self.queue = job, queue
@@ -482,16 +463,12 @@ class _Step:
 
 
 class Prefetcher:
-    """Reads sub-groups ahead into free staging buffers, in the order of the last step. It leaves one buffer free.
+    """Reads sub-groups ahead into free staging buffers, in the order of the last step. It leaves one buffer free. Used
+    by one thread at a time: the one that updates, and between steps the driver.
 
-    [Note: Reading ahead] While an update waits for gradients, the disk can read the state that it will need. Once a
-    step has begun all of its sub-groups, the first sub-groups of the next step can be read: during the last writes, the
-    forward, and the beginning of backward, which completes no gradient yet. Code that changes state between two steps
-    calls `cancel` first.
-
-    `open_nowait(layout, param_kind)`: starts the reads of a sub-group; returns None if no buffer is free. Used by
-    one thread at a time: the one that updates, and between steps the driver.
-    """
+    [Note: Reading ahead] While an update waits for gradients, the disk reads the state that the update will need. Once
+    a step has begun all of its sub-groups, the first ones of the next step are read: during the last writes, the
+    forward, and the beginning of backward. Code that changes state between two steps calls `cancel` first."""
 
     def __init__(self, io: SubGroupIO, open_nowait: Callable[[StateLayout, str], SubGroupWork | None]) -> None:
         self._io = io
@@ -517,7 +494,7 @@ class Prefetcher:
 
     def read(self) -> None:
         """Start to read the next expected sub-groups, as long as more than one buffer is free. If a read cannot start,
-        stop: the step that needs the sub-group reads it again and raises the error."""
+        stop: the step reads the sub-group again and raises the error."""
         with suppress(TieredZeroError):
             while self._io.num_free > 1 and (layout := self._next()) is not None:
                 if (work := self._open_nowait(layout, self._param_kind)) is None:
@@ -534,8 +511,7 @@ class Prefetcher:
         return None
 
     def evict_last(self) -> bool:
-        """Drop the sub-group that was read ahead last. Its buffer is then free for a sub-group that was not expected.
-        Return False if no sub-group was read ahead."""
+        """Drop the sub-group that was read ahead last, which frees its buffer. Return False if there is none."""
         if not self._works:
             return False
         _, last = self._works.popitem()
@@ -544,8 +520,7 @@ class Prefetcher:
         return True
 
     def cancel(self) -> None:
-        """Drop all sub-groups that were read ahead. Called before state changes, after failures, when a step has begun
-        all its sub-groups, and when the update is about to write to another kind of slots."""
+        """Drop all sub-groups that were read ahead. Must be called before state changes."""
         self._begun.clear()
         self._expected = deque(self._order)
         for index, work in list(self._works.items()):
@@ -561,8 +536,7 @@ class Prefetcher:
         self._ended, self._all_begun = [], False
 
     def take(self, layout: StateLayout) -> SubGroupWork:
-        """Return the `SubGroupWork` of a sub-group that was read ahead, and remove it here: the step begins to update
-        the sub-group."""
+        """Remove and return the `SubGroupWork` of a sub-group that was read ahead: the step begins to update it."""
         self._begun.add(layout.subgroup.index)
         return self._works.pop(layout.subgroup.index)
 
@@ -579,8 +553,8 @@ class Prefetcher:
             self._expected.append(work.layout)
 
     def expect_next_step(self) -> None:
-        """Expect the sub-groups of the next step from now on, in the order of this one. Called when this step has begun
-        all of its sub-groups."""
+        """Expect the sub-groups of the next step, in the order of this step. Called when this step has begun all of its
+        own."""
         if not self._all_begun:
             self._all_begun = True
             self.cancel()

@@ -2,32 +2,28 @@
 
 [Note: Update policies]
 `barrier`: step() returns when every weight is updated, as in DeepSpeed.
-`overlapped`: step() returns after the gradient check. The update runs on its own lane in the order in which the next
-forward needs the units; a forward that uses a unit waits only for that unit's update. This order is optimal: the
-gradients of forward's first unit complete last, and its new weights are needed first, so the time that a unit has for
-its update lies within the time that each later unit has. Results are exact. Without clipping and overflow check a
-unit's update begins in backward, as soon as its gradients are complete. A second backward in such a step, or reading
-weights or gradients before step(), would see both old and new values and is refused
-(`tiered_zero.optimizer_in_backward: false` allows them). A backward in which updates begin waits until every update of
-the last step is computed. It does not wait for the last writes, which are made before those of its own updates.
+`overlapped`: step() returns after the gradient check. The update runs on its own lane, in the order in which the next
+forward needs the units. A forward that uses a unit waits only for that unit's update. Results are exact. No other order
+is better: the gradients of forward's first unit complete last, and its new weights are needed first.
+Without clipping and overflow check a unit's update begins in backward, once its gradients are complete. A second
+backward, or reading weights or gradients before step(), would then see old and new values, and is refused
+(`tiered_zero.optimizer_in_backward: false` allows both). Such a backward first waits until the last update is computed,
+not until it is written.
 `delayed`: ZeRO-Offload's one-step delayed parameter update (Ren et al. 2021, section 5.2). After `delay_start_step`
-exact steps the update of step i runs while forward and backward of step i+1 compute with the parameters from before
-it: theta(i+1) = update(theta(i), gradient at theta(i-1)). New 16-bit parameters go to separate back slots and
-gradients are double-buffered, so neither side sees half of the other's work; the next step() publishes the new values.
+exact steps the update of step i runs during forward and backward of step i+1, which compute with the parameters from
+before it: theta(i+1) = update(theta(i), gradient at theta(i-1)). New 16-bit parameters go to back slots, and gradients
+are double-buffered. The next step() makes the new values visible.
 
 [Note: Update of shards]
-If ranks hold shards of the state but whole parameters, `barrier` runs on every rank: the update lane steps this rank's
-shards, and the driver starts to gather each unit once its shard is written, in static order. So gathers overlap the
-updates of later units, every rank issues them in the same order, and weights are whole when step() returns.
-The other policies cannot be used: with `overlapped` the next forward would have to gather, but one rank may run a
-forward alone; with `delayed` the first read of weights would have to gather, and ranks may read at different times.
+If ranks hold shards of the state but whole parameters, `barrier` runs on every rank. The update lane steps this rank's
+shards. The driver starts to gather each unit once its shard is written, in static order, which is the same on every
+rank. Weights are whole when step() returns.
+The other policies would gather in the next forward, or when weights are first read: but a rank may do either alone.
 
 [Note: State on several tiers]
-Sub-groups with state on the device are updated inside step(), by the driver, on the stream of compute. Updating them
-later would gain nothing, since compute would wait for itself, and this order needs no synchronization of streams. The
-other sub-groups are updated as above, but not in backward. `delayed` is refused with state on the device; if all state
-is on the device, `barrier` is used.
-"""
+Sub-groups with state on the device are updated inside step(), by the driver, on the stream of compute. (A later update
+gains nothing: compute would wait for itself.) The other sub-groups are updated as above, but not in backward. `delayed`
+is refused with state on the device; if all state is on the device, `barrier` is used."""
 
 from __future__ import annotations
 
@@ -66,8 +62,8 @@ class ZeroGradients(GradientSource):
 
 
 class UpdatePolicy(ABC):
-    """Decides when updates run, and runs them. The driver thread calls it between backward and forward. `failures`:
-    keeps the error of a failed update. No step runs after a failure, because state is rewritten in place."""
+    """Decides when updates run, and runs them. The driver thread calls it between backward and forward. `failures`: the
+    error of a failed update; no step runs after it, because state is rewritten in place."""
 
     def __init__(self, pipeline: UpdatePipeline, pager: Pager | None) -> None:
         """`pager`: blocks compute from using old weights during an update; None without an engine."""
@@ -80,15 +76,13 @@ class UpdatePolicy(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Prepare a step: finish the updates under way, and keep compute from using weights that are about to change.
-        If this raises, or if `drop` is called instead of the update, no weight has changed; only updates that began in
-        backward have changed theirs."""
+        """Prepare a step: finish the updates under way, and keep compute from weights that are about to change. If this
+        raises, no weight has changed, except by updates that began in backward."""
 
     @abstractmethod
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
-        """Run the update of the prepared step; or start it, and make each read of weights wait for it. `grad_scale`:
-        the factor by which gradients are multiplied. If this raises, the update may be partly done, and the caller has
-        to call `latch`."""
+        """Run the update of the prepared step; or start it, and make each read of weights wait for it. If this raises,
+        the caller calls `latch`, because the update may be partly done."""
 
     @abstractmethod
     def _finish(self) -> None:
@@ -97,27 +91,23 @@ class UpdatePolicy(ABC):
     # -- ways to end an update -----------------------------------------------------------------------------------------
 
     def finish(self, *, before_write: bool = False) -> None:
-        """Wait until every update so far is complete, and its new parameters are visible to compute.
-
-        `before_write`: whether the caller is about to change state or parameters. Then also drop the state that was
-        read ahead, and wait until a running save has read everything. Raises the error of an update that fails during
-        the wait. Raises EngineFailedError if an update has failed before, because state is then partly new.
-        """
+        """Wait until every update so far is complete and visible to compute. Raises the error of an update that fails
+        now, and EngineFailedError if one has failed before. `before_write`: state or parameters will change; also drop
+        the state that was read ahead, and wait for a running save."""
         self._finish()
         if before_write:
             self._cancel_prefetch()
             self._pipeline.wait_held()
 
     def drop(self, drain: Callable[[], None]) -> None:
-        """Drop the step: begin no more of its updates, and drop the state that was read ahead. If updates of the step
-        may have begun in backward, call `latch`. `drain`: a function that blocks until the lanes are idle. Only errors
-        that `drain` raises are raised."""
+        """Drop the step, and the state that was read ahead. If updates of the step may have begun in backward, also
+        `latch`. `drain`: blocks until the lanes are idle. Raises only errors of `drain`."""
         drain()
         self._cancel_prefetch()
 
     def latch(self, why: str) -> None:
-        """Record that a change of weights or state was not completed: from now on `check` raises EngineFailedError with
-        the reason `why`. Waits for a unit's unfinished update raise too."""
+        """Record that a change of weights or state was not completed, for the reason `why`. From now on `check`, and
+        waits for unfinished updates, raise EngineFailedError."""
         self.failures.set(EngineFailedError(why))
 
     # -- in a step -----------------------------------------------------------------------------------------------------
@@ -128,20 +118,20 @@ class UpdatePolicy(ABC):
             self.failures.check(_refusal)
 
     def check_untouched(self, act: str) -> None:
-        """Raise ModelError if an update that began in backward still waits for its step(). `act`: the act that this
-        forbids, the first words of the error message."""
+        """Raise ModelError if an update that began in backward still waits for its step(). Its message begins with
+        `act`."""
         return
 
     def create_state(self, params: Collection[nn.Parameter]) -> None:
-        """Create the state of `params` by an update with zero gradients. It runs on this thread and changes no weight,
-        and the engine counts no step for it. Called between two steps; other ranks need not call it."""
+        """Create the state of `params` by an update with zero gradients, which changes no weight and counts no step.
+        Called between two steps. Other ranks need not call it."""
         self.finish(before_write=True)
         self._step(self._job(ZeroGradients(self.view.names_of(params)), 1.0))
         self._end_update()
 
     def begin_backward(self) -> None:
         """Prepare for a backward that is probably the last one before a `step()` that updates: start to read state
-        ahead, and, if updates begin in backward, start the job to which `unit_ready` adds units."""
+        ahead. If updates begin in backward, start the job to which `unit_ready` adds units."""
         self._prefetch()
 
     def unit_ready(self, unit: Unit) -> None:
@@ -154,18 +144,13 @@ class UpdatePolicy(ABC):
         return False
 
     def prepare_evaluation(self) -> None:
-        """Make every update visible before a forward in evaluation. Exact policies do nothing here, because each use of
-        a unit waits for its update."""
-        return
+        """Make every update visible before a forward in evaluation."""
+        return  # with an exact policy each use of a unit waits for its update
 
     def at_cut(self, job: Callable[[], None]) -> Transfer:
-        """Run `job` between two updates: after all writes of the last update, and before the next update. An
-        asynchronous save begins in such a job. Return a transfer that completes when the job ends, and carries the
-        job's error.
-
-        If updates run on the update lane, the job runs there, and `finish` waits for it. Otherwise the job runs in this
-        call. Raises ModelError if an update has begun in backward and its step() has not been called. Raises
-        EngineFailedError after a failure."""
+        """Run `job` between two updates. Return a transfer that completes when the job ends, and carries its error.
+        Raises ModelError if an update that began in backward waits for its step(), and EngineFailedError after a
+        failure."""
         self.check_untouched("State is to be saved")
         self.check()
         cut = Completion()
@@ -178,8 +163,7 @@ class UpdatePolicy(ABC):
         act()
 
     def _cancel_prefetch(self) -> None:
-        """Drop the state that was read ahead. If an update runs, do nothing: it uses this state, and reads ahead
-        itself."""
+        """Drop the state that was read ahead, unless an update runs, which uses it."""
         if self._is_idle():
             self._pipeline.cancel_prefetch()
 
@@ -226,14 +210,14 @@ class UpdatePolicy(ABC):
 
     @staticmethod
     def _end(job: UpdateJob) -> None:
-        """Release the job's gradients and complete its `computed`. Called also for a job that was never launched."""
+        """Release the job's gradients, and complete its `computed`. Called also for a job that was never launched."""
         if not job.on_device:  # the job for the other tiers still needs the gradients
             job.gradients.release_all()
         job.computed.complete()
 
 
 def _refusal(error: BaseException) -> str:
-    """Return the message of the EngineFailedError that calls after the failure `error` raise: why, and what to do."""
+    """Return the message of the EngineFailedError that calls after the failure `error` raise."""
     if isinstance(error, EngineFailedError) and error.__cause__ is None:  # set by `latch`
         text = f"{error}; weights and state are partly new and partly those before."
     else:
@@ -263,8 +247,8 @@ class BarrierPolicy(UpdatePolicy):
         units: Sequence[Unit],
         written: Callable[[Unit], None],
     ) -> None:
-        """Run the update on the update lane. For each member of `units` with a gradient, in order, call `written(unit)`
-        on the driver thread once the unit's parameters are written. Later units are still being updated then."""
+        """Run the update on the update lane. For each of `units` with a gradient, in order, call `written(unit)` on the
+        driver thread once the unit's parameters are written."""
         self.num_applied += 1
         runtime = self._pipeline.runtime
         changed = [u for u in units if any(gradients.has(u, entry.param) for entry in u.entries)]
@@ -284,8 +268,7 @@ class BarrierPolicy(UpdatePolicy):
 
 
 class GatheringPolicy(BarrierPolicy):
-    """Updates this rank's shards inside step(), then fills each unit with the shards of all ranks. See
-    [Note: Update of shards]."""
+    """Updates this rank's shards inside step(), and gathers each unit. See [Note: Update of shards]."""
 
     def __init__(self, pipeline: UpdatePipeline, pager: Pager, gather: WholeWeights) -> None:
         super().__init__(pipeline, pager)
@@ -302,13 +285,11 @@ class GatheringPolicy(BarrierPolicy):
 
 
 class EagerUpdate:
-    """An update that begins in backward. It adds a sub-group to a running job as soon as the gradients of all units in
-    the sub-group are complete. Used on the driver thread.
+    """An update that begins in backward. A sub-group is queued once the gradients of all units in it are complete. Used
+    on the driver thread.
 
-    `freeze(unit, into)` moves a unit's gradients from the gradient store to `into`, the job's gradients. `keep(unit)`
-    is called once every sub-group of the unit is queued: gradients whose home is NVMe then stay in host memory until
-    the update has read them.
-    """
+    `freeze(unit, into)`: moves a unit's gradients from the gradient store to `into`. `keep(unit)`: called once every
+    sub-group of the unit is queued; its gradients then stay in host memory until the update has read them."""
 
     def __init__(
         self,
@@ -342,8 +323,8 @@ class EagerUpdate:
         return [unit for unit in units if unit.index not in self.job.unit_updates]
 
     def add(self, unit: Unit, after: Transfer) -> None:
-        """Add a unit with complete gradients: queue each of its sub-groups that waits for no other unit. `after`: ends
-        when compute no longer reads the unit's parameters."""
+        """Add a unit with complete gradients, and queue its sub-groups that wait for no other unit. `after`: ends when
+        compute no longer reads the unit's parameters."""
         self._freeze(unit, self._gradients)
         for layout in self._layouts_of[unit.index]:
             waits_for = self._waits_for[layout.subgroup.index]
@@ -357,8 +338,8 @@ class EagerUpdate:
                         self._keep(segment.unit)
 
     def finish(self, gradients: StepGradients, after: Transfer) -> None:
-        """Queue the remaining sub-groups with a gradient, skip the others, and close the queue. Called in `step()`.
-        `gradients`: all gradients of the step. `after`: ends when all work launched by compute so far is done."""
+        """Queue the remaining sub-groups with a gradient, skip the others, and close the queue. `gradients`: those of
+        the whole step. `after`: ends when all work launched by compute so far is done."""
         self._gradients.fill(gradients)
         skipped: list[StateLayout] = []
         for layout in self._layouts:
@@ -372,8 +353,8 @@ class EagerUpdate:
         self._queue.close(skipped)
 
     def cancel(self) -> bool:
-        """End the job, and remove the sub-groups that it has not begun. Return whether any sub-group was ever queued:
-        if so, the job may have updated it already."""
+        """End the job, and remove the sub-groups that it has not begun. Return whether it may have updated a
+        sub-group."""
         self._queue.clear()
         self._queue.close()
         return bool(self._queued)
@@ -390,8 +371,7 @@ class OverlappedPolicy(UpdatePolicy):
         open_eagerly: Callable[[Sequence[Mapping[str, Any]], Transfer], EagerUpdate] | None = None,
     ) -> None:
         """`open_eagerly(groups, after)`: makes an update that begins in backward; None if a gradient check comes first.
-        Its arguments are copies of the param groups, and a transfer that ends when all work launched by compute so far
-        is done."""
+        `after`: ends when all work launched by compute so far is done."""
         super().__init__(pipeline, pager)
         self._inventory = self.view.inventory
         segments = [segment for layout in self.view.layouts for segment in layout.subgroup.segments]
@@ -492,8 +472,7 @@ class OverlappedPolicy(UpdatePolicy):
         return all(event.done() for event in self._running)
 
     def _join(self) -> None:
-        """Wait for all jobs on the update lane, and raise the first error among them. The next call does not raise the
-        error again, but `check` raises EngineFailedError from then on."""
+        """Wait for all jobs on the update lane, and raise the first error among them, once."""
         if not self._running:
             return
         errors: list[Exception] = []
@@ -534,8 +513,7 @@ class OverlappedPolicy(UpdatePolicy):
 
 class DelayedPolicy(UpdatePolicy):
     """Runs updates one step late: `delayed`. Updates write to the back slots, a second set of slots for parameters.
-    `exact`: the policy that runs the updates of the first `start_step` steps. All updates run on the lane of `exact`.
-    """
+    `exact`: runs the updates of the first `start_step` steps; its lane runs all."""
 
     def __init__(self, exact: OverlappedPolicy, start_step: int) -> None:
         super().__init__(exact._pipeline, exact.pager)
@@ -551,8 +529,8 @@ class DelayedPolicy(UpdatePolicy):
         """Do nothing: an update runs during this backward, and reads ahead itself."""
 
     def at_cut(self, job: Callable[[], None]) -> Transfer:
-        """Make the delayed update visible, so that a save holds the state of one step. Then do what
-        `UpdatePolicy.at_cut` does."""
+        """Make the delayed update visible, so that a save holds the state of one step. Then see
+        `UpdatePolicy.at_cut`."""
         self._finish()
         return super().at_cut(job)
 

@@ -1,9 +1,8 @@
-"""Read and write a rank's optimizer state between updates: masters and state arrays in the slots of sub-groups, scalars
-(such as step counts) in memory.
+"""Read and write a rank's optimizer state between updates: masters and arrays in the slots of sub-groups, scalars in
+memory.
 
-A sub-group is a part of the parameters that the optimizer steps at once. A segment is the part of a unit in one
-sub-group, and a piece the part of a parameter. A `StateLayout` stands for a sub-group: it says where the sub-group's
-slot holds each array."""
+A sub-group is what the optimizer steps at once; a `StateLayout` stands for it. A segment is the part of a unit in a
+sub-group, and a piece the part of a parameter."""
 
 from __future__ import annotations
 
@@ -73,12 +72,12 @@ class Scalars:
         self._of[layout.subgroup.index] = scalars
 
     def drop(self, layout: StateLayout) -> None:
-        """Drop the sub-group's scalars, and with them its state: its next update initializes the state anew."""
+        """Drop the sub-group's state: the next update initializes it anew."""
         self._of.pop(layout.subgroup.index, None)
 
     def copy(self) -> Scalars:
-        """Return a copy that later updates do not change: an update replaces the scalars of a sub-group and never
-        modifies them."""
+        """Return a copy that later updates do not change: they replace the scalars of a sub-group and never modify
+        them."""
         return Scalars(self._layouts, self._of)
 
     def by_name(self) -> dict[str, Mapping[str, Any]]:
@@ -99,12 +98,11 @@ class Scalars:
 
 @final
 class ParamShards:
-    """Lets all ranks read and change masters and state together. `trained`: names of the parameters that are trained,
-    on any rank. `is_sharded`: whether each rank holds only its shards of masters and state.
+    """Lets all ranks read and change masters and state together. `trained`: names of the parameters that any rank
+    trains. `is_sharded`: whether each rank holds only its shards. Used on the driver thread.
 
-    If state is sharded, every rank makes the same calls in the same order and waits for the others. Otherwise a rank
-    may read alone, but all ranks make each change together. Used on the driver thread.
-    """
+    All ranks make each change together. If state is sharded, they also read together; otherwise a rank may read
+    alone."""
 
     def __init__(
         self, ranks: Collectives, units: Sequence[Unit], trained: Collection[str], *, is_sharded: bool
@@ -120,13 +118,12 @@ class ParamShards:
         return self.ranks if self.is_sharded else SingleRank()
 
     def read(self, call: str, act: Callable[[], Result]) -> Result:
-        """Run `act` on this rank, as all ranks in `readers` do, and return its result. If `act` raises on one of them,
-        all raise. `call`: what the ranks do, for error messages."""
+        """Run `act` on this rank, as all `readers` do, and return its result. If `act` raises on one of them, all
+        raise. `call`: what the ranks do, for error messages."""
         return _run(self.readers, call, act)
 
     def change(self, call: str, act: Callable[[], Result]) -> Result:
-        """Run `act` on this rank, as all ranks do, and return its result. If `act` raises on one of them, all raise.
-        `call`: what the ranks do, for error messages."""
+        """Do what `read` does, on all ranks."""
         return _run(self.ranks, call, act)
 
     def spec(self, name: str) -> ParamSpec:
@@ -134,8 +131,8 @@ class ParamShards:
         return self._places[name][1].param
 
     def gather(self, param: ParamSpec, flat: torch.Tensor) -> torch.Tensor:
-        """Fill `flat` with the other ranks' parts of the parameter, and return it. `flat`: [numel] on the CPU, in the
-        parameter's memory order, with this rank's part."""
+        """Fill `flat` with the other ranks' parts of the parameter, and return it. `flat`: [numel] on the CPU, with
+        this rank's part."""
         if not self.is_sharded:
             return flat
         unit, entry = self._places[param.name]
@@ -161,16 +158,12 @@ def _run(ranks: Collectives, call: str, act: Callable[[], Result]) -> Result:
 
 @final
 class StateView:
-    """Reads and writes the masters, state arrays and scalars of this rank's sub-groups, on any tier.
+    """Reads and writes the masters, state arrays and scalars of this rank's sub-groups, on any tier. A parameter's
+    value is always its master, rounded to the parameter's dtype. Used on the driver thread between steps, and within a
+    step on the thread that updates. Access to a slot blocks.
 
-    Only this class knows how they are stored: all reads and writes between two updates go through it. It keeps one
-    invariant: a parameter's value is its master rounded to the parameter's dtype. Used on the driver thread between
-    steps, and within a step on the thread that updates; access to a slot blocks.
-
-    State in torch's format, as in `torch.optim.Optimizer.state`, leaves out the fp32 masters. Only an optimizer without
-    an engine includes them, under the key MASTER. If the state format is lossless, state that is moved to a plain torch
-    optimizer and back keeps its bits.
-    """
+    State in torch's format leaves out the fp32 masters. Only an optimizer without an engine has them, under the key
+    MASTER."""
 
     def __init__(
         self,
@@ -182,8 +175,7 @@ class StateView:
         params: Mapping[str, nn.Parameter],
         shards: ParamShards,
     ) -> None:
-        """`staging`: staging buffers, for slots on NVMe. `groups`: the live param groups. `params`: parameters by name.
-        `shards`: lets the ranks read and change state together."""
+        """`staging`: for slots on NVMe. `groups`: the live param groups. `params`: parameters by name."""
         self.layouts = layouts
         self.rule = rule
         self.inventory = inventory
@@ -202,8 +194,7 @@ class StateView:
 
     @property
     def need_params(self) -> bool:
-        """Whether the slots store only the bits of a master that its 16-bit parameter lacks. To read a master, one then
-        needs the parameter too."""
+        """Whether the slots store only the bits of a master that its 16-bit parameter lacks."""
         return any(layout.masters.needs_params for layout in self.layouts)
 
     def cuts(self, unit: Unit) -> list[int]:
@@ -218,17 +209,17 @@ class StateView:
             self._write(layout, segment, parts)
 
     def replace_masters(self, unit: Unit, flat: torch.Tensor) -> None:
-        """Replace the unit's masters. `flat`: the new values, [P] fp32 on the CPU. The caller has set the parameters to
-        these values, rounded."""
+        """Replace the unit's masters by `flat`, [P] fp32 on the CPU. The caller has set the parameters to these values,
+        rounded."""
         for layout, segment in self._segments(unit):
             parts = self._read(layout, segment)
             layout.masters.replace(parts, segment.part_of(flat))
             self._write(layout, segment, parts)
 
     def follow(self, unit: Unit, flat: torch.Tensor, old: torch.Tensor | None = None) -> None:
-        """Adapt the unit's masters after user code changed its parameters: the master of each changed parameter becomes
-        equal to the parameter. `flat`: the new parameters, [P] of the unit's dtype on the CPU. `old`: the parameters
-        before the change, [P]; must be given if the property `need_params` is true."""
+        """Adapt the masters after user code has changed parameters: the master of a changed parameter becomes equal to
+        it. `flat`: the new parameters, [P] of the unit's dtype on the CPU. `old`: those before the change, [P]; needed
+        if `need_params` is true."""
         for layout, segment in self._segments(unit):
             before = None if old is None else segment.part_of(old)
             if parts := layout.masters.follow(self._read(layout, segment), segment.part_of(flat), before):
@@ -236,7 +227,7 @@ class StateView:
 
     def read_masters(self, unit: Unit, params: torch.Tensor | None = None) -> torch.Tensor:
         """Return the unit's masters, [P] fp32 on the CPU; 0 for elements in no sub-group of this rank. `params`: the
-        unit's parameters, [P]; None if `need_params` is false."""
+        unit's parameters, [P]; needed if `need_params` is true."""
         flat = torch.zeros(unit.numel)
         for layout, segment in self._segments(unit):
             own = None if params is None else segment.part_of(params)
@@ -277,8 +268,8 @@ class StateView:
             self.rule.init_state(layout.state(raw, piece, views=views), groups[piece.group])
 
     def _export(self, layout: StateLayout, raw: torch.Tensor, piece: ParamPiece, into: ParamState) -> None:
-        """Copy the state of a piece to `into`, the state of the whole parameter in torch's format. `raw`: the slot's
-        bytes. The piece must have state."""
+        """Copy the state of a piece to `into`, the whole parameter's state in torch's format. `raw`: the slot's
+        bytes."""
         state = layout.state(raw, piece)
         if layout.masters.needs_params:
             for name in state.keys() & {self.rule.unsigned_field}:
@@ -308,10 +299,9 @@ class StateView:
         *,
         anew: bool,
     ) -> int:
-        """Write the state of some pieces to `raw`, the bytes of a sub-group's slot. Return the number of arrays that
-        were rounded. `given`: index of a piece -> the state, in torch's format, of the piece's whole parameter.
-        `groups`: the values of the param groups. `anew`: True initializes the state of all other pieces; False keeps
-        it."""
+        """Write the state of some pieces to `raw`, a slot's bytes. Return the number of arrays that were rounded.
+        `given`: index of a piece -> the whole parameter's state, in torch's format. `anew`: initialize the state of all
+        other pieces; False keeps it."""
         marks = layout.marks(raw)
         signs = None if marks is None else marks.clone()
         before: PieceScalars = {} if anew else self.scalars.of(layout)
@@ -361,7 +351,7 @@ class StateView:
         return list(found)
 
     def _stepped(self, layout: StateLayout, only: nn.Parameter | None = None) -> list[ParamPiece]:
-        """Return the sub-group's pieces that have state; with `only`, just the pieces of this parameter."""
+        """Return the sub-group's pieces that have state; with `only`, just those of this parameter."""
         stepped = self.scalars.stepped(layout)
         return stepped if only is None else [piece for piece in stepped if self._params[piece.param.name] is only]
 
@@ -375,9 +365,9 @@ class StateView:
         return any(is_own)
 
     def read(self, only: nn.Parameter | None = None) -> dict[nn.Parameter, ParamState]:
-        """Return copies of the state, on the CPU in torch's format: of all parameters that have any, or only of the
-        parameter `only`. Arrays stored in fewer bits become fp32. If state is sharded, every rank calls this. Raises
-        BudgetError if the copies do not fit into free host memory."""
+        """Return copies of the state of `only`, or of all parameters that have state, on the CPU in torch's format.
+        Arrays stored in fewer bits become fp32. If state is sharded, every rank calls this. Raises BudgetError if the
+        copies do not fit into free host memory."""
         if self.shards.is_sharded:
             found = self._read_sharded(only)
         else:
@@ -391,8 +381,7 @@ class StateView:
         }
 
     def _read_own(self, only: nn.Parameter | None) -> dict[nn.Parameter, ParamState]:
-        """Return copies of this rank's state. In an array that is split over ranks, elements of other ranks are
-        undefined."""
+        """Return copies of this rank's state. Array elements that other ranks hold are undefined."""
         found: dict[nn.Parameter, ParamState] = {}
         for layout in self.layouts:
             stepped, scalars = self._stepped(layout, only), self.scalars.of(layout)
@@ -409,8 +398,7 @@ class StateView:
         return found
 
     def _read_sharded(self, only: nn.Parameter | None) -> dict[nn.Parameter, ParamState]:
-        """Return the state of the parameter `only` (None: of all parameters), joined from all ranks. Every rank calls
-        this."""
+        """Return the state of `only` (None: of all parameters), joined from all ranks. Every rank calls this."""
         shards, ranks, own = self.shards, self.shards.readers, dict[nn.Parameter, ParamState]()
         sizes = agree(ranks, "optimizer state is read", lambda: self._needed_nbytes(only))
         names = {param: name for name, param in self._params.items()}
@@ -434,9 +422,8 @@ class StateView:
         return found
 
     def _joined(self, param: ParamSpec, own: torch.Tensor | None, form: Sequence[Any], rank: int) -> Any:
-        """Return one value of a parameter's state, joined from all ranks. `own`: this rank's part of an array; None if
-        it has none. `form`: the value's description, made by `_described` on rank number `rank`. If the rule is not
-        elementwise, that rank holds the whole array, and the others copy it."""
+        """Return one value of a parameter's state, joined from all ranks. `own`: this rank's part of an array, if it
+        has one. `form`: the value's description, made by `_described` on rank number `rank`."""
         kind, value, *rest = form
         if kind != "array":
             return value if kind == "value" else torch.tensor(value, dtype=getattr(torch, kind))
@@ -449,12 +436,12 @@ class StateView:
         memory = param.flatten(array) if in_param_order else array.view(-1)
         if self.rule.elementwise:
             self.shards.gather(param, memory)
-        else:
+        else:  # one rank holds the whole array
             self.shards.readers.broadcast(memory, rank, param.name)
         return array
 
     def _needed_nbytes(self, only: nn.Parameter | None) -> int:
-        """Return the number of bytes that copies of this rank's state take."""
+        """Return the bytes that copies of this rank's state take."""
         return sum(
             self._exported_nbytes(layout, piece) for layout in self.layouts for piece in self._stepped(layout, only)
         )
@@ -475,8 +462,8 @@ class StateView:
         return sum(field.nbytes for field in fields) + masters
 
     def check(self, states: Mapping[Any, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ModelError if training cannot continue from `states` (state in torch's format) with `groups` (values of
-        the param groups). Called before `write`."""
+        """Raise ModelError if training cannot continue from `states`, in torch's format, with the param group values
+        `groups`."""
         for layout in self.layouts:
             for piece in layout.subgroup.pieces:
                 param, hyper = self._params[piece.param.name], groups[piece.group]
@@ -492,8 +479,8 @@ class StateView:
             logger.warning("optimizer state of %d parameters that are not trained is left out", idle)
 
     def check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ModelError if `groups`, new values of the param groups, cannot be used. They cannot if trial steps fail
-        with them and succeed with the present values, or if they need state arrays that were not planned."""
+        """Raise ModelError if the rule cannot step with `groups`, new values of the param groups, or if they need state
+        arrays that were not planned."""
         own = self.groups
         changed = [index for index, new in enumerate(groups) if new["params"] and changes(own[index], new)]
         for index in changed:
@@ -508,8 +495,7 @@ class StateView:
                     self._check_planned(layout, piece, groups[piece.group])
 
     def _try_group(self, group: Mapping[str, Any]) -> Exception | None:
-        """Make a few trial steps on a small parameter with the values of `group`. Return the exception that is raised;
-        None if the steps succeed."""
+        """Make a few trial steps with the values of `group`. Return the exception that is raised; None without one."""
         shape = tuple(min(length, 3) for length in group["params"][0].shape)
         shape = (max(1, math.prod(shape)),) if self.rule.elementwise else shape
         try:
@@ -540,9 +526,8 @@ class StateView:
         groups: Sequence[Mapping[str, Any]] | None = None,
         only: nn.Parameter | None = None,
     ) -> None:
-        """Replace the state of all parameters, or only of the parameter `only`, by `states`, which `check` has
-        accepted. Parameters that are missing in `states` are left without state. `groups`: new values of the param
-        groups; None: the present values."""
+        """Replace the state of all parameters, or of `only`, by `states`, which `check` has accepted. Parameters that
+        are missing there are left without state. `groups`: new values of the param groups; None: the present values."""
         num_rounded = 0
         for layout in self.layouts:
             pieces = layout.subgroup.pieces if only is None else self._stepped(layout, only)
@@ -577,8 +562,7 @@ def check_name(name: str, known: Collection[str]) -> None:
 
 
 def _described(values: ParamState) -> dict[str, list[Any]]:
-    """Describe each value of a parameter's state for JSON: name -> dtype and shape of an array, or the value
-    itself."""
+    """Describe each value of a parameter's state for JSON: an array by its dtype and shape, others by their value."""
     found: dict[str, list[Any]] = {}
     for name, value in values.items():
         if not isinstance(value, torch.Tensor):

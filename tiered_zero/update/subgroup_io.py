@@ -1,9 +1,8 @@
-"""Read the state, parameters and gradients of sub-groups (the parts of the parameters that the optimizer steps at once)
-to where they are updated, and write the results to their homes.
+"""Read the state, parameters and gradients of sub-groups to where they are updated, and write the results to their
+homes.
 
-State and parameters are updated in place if their slots are in memory. For slots on NVMe they pass through a staging
-buffer: they are "staged". A `StateLayout` stands for a sub-group, and a segment is the part of a unit in a
-sub-group."""
+A sub-group is what the optimizer steps at once; a `StateLayout` stands for it. A segment is the part of a unit in a
+sub-group. What cannot be updated in place passes through a staging buffer: it is "staged"."""
 
 from __future__ import annotations
 
@@ -26,34 +25,30 @@ from tiered_zero.tiers.tier import BufferView, Home, Inventory, UnitUpdate, as_b
 
 
 class ParameterSink(Protocol):
-    """The interface to the parameters that an update reads and writes, segment by segment. Used by the thread that
-    updates. `kind`: the slots to write: "param", or "param_back" for a delayed update. `window`: the part of a staging
-    buffer for the segment's parameters."""
+    """The parameters that an update reads and writes, segment by segment. Used by the thread that updates. `kind`: the
+    slots to write: "param", or "param_back" for a delayed update. `window`: a segment's part of a staging buffer."""
 
     def view(self, segment: Segment, kind: str, *, on_device: bool) -> torch.Tensor | None:
-        """Return a view of the segment's parameters, [numel] of the unit's dtype, for an update in place; None if new
-        values pass through a staging buffer. `on_device`: whether the update runs on the device."""
+        """Return the segment's parameters for an update in place, [numel] of the unit's dtype; None if they pass
+        through a staging buffer. `on_device`: whether the update runs on the device."""
 
     def read(self, segment: Segment, kind: str, window: BufferView | None) -> Transfer | None:
-        """Copy the segment's present parameters to where the update will write new ones: to `window`, or, if `window`
-        is None, to the slot of `kind`. Return the transfer; None if the copy is complete, or if the parameters are
-        there already."""
+        """Copy the segment's present parameters to `window`, or without one to the slot of `kind`. Return the transfer;
+        None if the copy is complete, or if the parameters are there already."""
 
     def write(
         self, segment: Segment, kind: str, window: BufferView, after: Transfer, unit_update: UnitUpdate | None
     ) -> tuple[Transfer, int | None]:
-        """Start to write new values from `window`, in host memory, to their home. Return (transfer, offset).
+        """Start to write new values from `window` to their home, after the transfer `after`. Return (transfer, offset).
 
-        `after`: the write begins when this transfer is done, because earlier work may read the old parameters.
-        `unit_update`: the update of the segment's unit; None if no reader waits for it. `offset`: None, unless
-        `unit_update` lends the values in `window` to readers until they are written; then their first byte in the unit.
-        """
+        `unit_update`: the update of the segment's unit; None if no reader waits for it. `offset`: the segment's first
+        byte in the unit, if `unit_update` lends `window` to readers until it is written; else None."""
 
 
 @dataclass(eq=False, repr=False)
 class UnitParameters:
-    """The ParameterSink of an engine. Writes parameters to their homes. Resident units (which live on the device) have
-    no home: their parameters are written to the unit's flat. `_device_flat`: returns the flat of a resident unit."""
+    """The ParameterSink of an engine. Resident units (which live on the device) have no home: parameters are written to
+    the flat that `_device_flat` returns."""
 
     _inventory: Inventory
     _runtime: Runtime
@@ -101,17 +96,12 @@ class UnitParameters:
 class SubGroupWork:
     """One sub-group that is being read, updated or written.
 
-    `param_kind`: the slots that get the new parameters. `raw`: the state, [n] uint8, in place or in the staging buffer.
-    `lease`: the staging buffer, with the staged state, then the staged 16-bit parameters; None if nothing is staged.
-    `home`: the slot of the state. `is_staged`: whether the state passes through the staging buffer. `on_device`:
-    whether the state rests and is updated on the device. `reads`: the transfers that read state and gradients; also
-    parameters, if masters are computed from them. `writes`: the transfers that write the results. `pending`: the parts
-    of new parameters that readers may use in the staging buffer until they are written, each as (update of its unit,
-    its first byte in the unit).
+    `raw`: the state, [n] uint8, in place or in the staging buffer. `lease`: the staging buffer; None if nothing is
+    staged. `is_staged`: whether the state is staged. `on_device`: whether the update runs on the device. `pending`:
+    (update of a unit, first byte in the unit) of each part that readers may use until it is written.
 
-    One entry for each segment: `outs`: the memory to which the rule writes the parameters, [numel] of the unit's dtype.
-    `windows`: the part of the staging buffer for the parameters; None if they are written in place. `grads`: the
-    gradients read from NVMe, [numel]; None if they rest in memory."""
+    For each segment: `outs`: the memory to which the rule writes parameters, [numel]. `windows`: the staged parameters'
+    part of the buffer; None in place. `grads`: gradients read from NVMe, [numel]; None in memory."""
 
     layout: StateLayout
     param_kind: str
@@ -134,10 +124,8 @@ class SubGroupWork:
 @dataclass(eq=False, repr=False)
 class SubGroupIO:
     """Reads sub-groups to where they are updated, and writes the results to their homes. Used by one thread at a time.
-
-    A staging buffer holds the following of one sub-group, in this order, as far as it is staged: state, parameters,
-    gradients. `_gradient_dtypes`: index of a unit with gradients on NVMe -> their dtype.
-    """
+    A staging buffer holds what is staged of one sub-group, in this order: state, parameters, gradients.
+    `_gradient_dtypes`: index of a unit with gradients on NVMe -> their dtype."""
 
     _inventory: Inventory
     _runtime: Runtime
@@ -165,9 +153,8 @@ class SubGroupIO:
         self, layout: StateLayout, param_kind: str, *, initialized: bool, reads: bool = True
     ) -> SubGroupWork | None:
         """Start to read a sub-group, and return its `SubGroupWork`; None if it needs a staging buffer and none is free.
-
-        `param_kind`: the slots that get the new parameters. `initialized`: whether the slot holds state in addition to
-        masters. `reads`: False reads nothing, because the caller replaces everything."""
+        `initialized`: whether the slot holds state in addition to masters. `reads`: False reads nothing, because the
+        caller replaces everything."""
         home = self._inventory.home(layout.subgroup, "state")
         raw = home.tier.view(home.slot)
         staged, on_device = raw is None, home.tier.name == "device"
@@ -209,20 +196,15 @@ class SubGroupIO:
         return work
 
     def _read_params(self, work: SubGroupWork) -> None:
-        """Start to read the old parameters to the memory for the new ones. Parameters that are updated in place are
-        there already."""
+        """Start to read the old parameters to the memory for the new ones."""
         for segment, _, window in self._places(work):
             read = self._params.read(segment, work.param_kind, window)
             if read is not None:
                 work.reads.append(read)
 
     def bind_outputs(self, work: SubGroupWork) -> None:
-        """Set `work.outs` and `work.windows`, right before the update. The first is the memory to which the rule writes
-        the parameters of each segment. The second is each segment's part of the staging buffer; None if its parameters
-        are written in place.
-
-        If the masters follow the parameters (`follows_params`), also read the present parameters to the windows,
-        because user code may have changed them."""
+        """Set `work.outs` and `work.windows`. Called right before the update. If masters follow the parameters, also
+        read the present parameters to the windows."""
         work.outs, work.windows = [], []
         for segment, view, window in self._places(work):
             if view is None and work.on_device:
@@ -238,9 +220,8 @@ class SubGroupIO:
             work.windows.append(window)
 
     def _places(self, work: SubGroupWork) -> list[tuple[Segment, torch.Tensor | None, BufferView | None]]:
-        """Return (segment, view, window) for each segment. If its parameters are updated in place, `view` is a view of
-        them and `window` None; else `window` is its part of the staging buffer, after the state, and `view` None. Call
-        it again after a delayed update has swapped homes."""
+        """Return (segment, view, window) for each segment: a view of parameters that are updated in place, or the part
+        of the staging buffer. The other one is None. Call it again after a delayed update has swapped homes."""
         places: list[tuple[Segment, torch.Tensor | None, BufferView | None]] = []
         start = work.layout.nbytes if work.is_staged else 0
         for segment in work.layout.subgroup.segments:
@@ -254,13 +235,12 @@ class SubGroupIO:
         return places
 
     def _gradient_nbytes(self, segment: Segment) -> int:
-        """Return the number of bytes of the segment's gradients in the staging buffer; 0 if they rest in memory."""
+        """Return the bytes of the segment's gradients in the staging buffer; 0 if they rest in memory."""
         dtype = self._gradient_dtypes.get(segment.unit.index)
         return 0 if dtype is None else segment.numel * dtype.itemsize
 
     def read_gradients(self, work: SubGroupWork, gradients: GradientSource) -> None:
-        """Start to read the sub-group's gradients on NVMe. All of them must have arrived. A second call does
-        nothing."""
+        """Start to read the sub-group's gradients on NVMe, once. All of them must have arrived."""
         if not self._gradient_dtypes or work.grads is not None:
             return
         work.grads = []
@@ -287,11 +267,9 @@ class SubGroupIO:
         *,
         masters_alone: bool = False,
     ) -> None:
-        """Start the writes of state and parameters.
-
-        `unit_updates`: unit index -> the unit's update. Until staged parameters are written, readers get them from it.
-        `after`: parameters on the device are written after this transfer, because earlier work may read them.
-        `masters_alone`: whether the slot has masters and no other state."""
+        """Start to write state and parameters. `unit_updates`: unit index -> the update from which readers get staged
+        parameters. `after`: parameters on the device are written after this transfer. `masters_alone`: whether the slot
+        has only masters."""
         home, on_device = work.home, work.on_device
         if work.is_staged:
             assert work.lease is not None
@@ -322,7 +300,7 @@ class SubGroupIO:
             work.lease.release()
 
     def cancel(self, works: Sequence[SubGroupWork]) -> None:
-        """Drop `works`: wait for their transfers, ignoring errors, and release their staging buffers."""
+        """Drop `works`: wait for their transfers, ignore errors, and release their staging buffers."""
         for work in works:
             for event in (*work.reads, *work.writes):
                 with self._span(work):
