@@ -151,16 +151,6 @@ def test_parts_of_a_storage_that_are_written_one_by_one_keep_their_values(engine
     assert torch.equal(*slopes)
 
 
-def test_profile_and_synchronize_have_their_rows(swap_path: Path) -> None:
-    section = {"profile": True, "synchronize_checkpoint_boundary": True}
-    with engine_of(Layers(), swap_path, activation_checkpointing=section) as engine:
-        course(engine)
-        report = engine.step_report
-    assert report is not None
-    assert {"pack", "unpack", "wait_activation"} <= report.seconds.keys()
-    assert report.busy_s["activations"] > 0
-
-
 # -- graphs ------------------------------------------------------------------------------------------------------------
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -16,7 +15,6 @@ from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tiered_zero.concurrency.transfer import Transfer, wait_all, wait_quietly
-from tiered_zero.config.schema import ActivationCheckpointingSection
 from tiered_zero.errors import ModelError, TieredZeroError
 from tiered_zero.hardware.memory.host_memory import HeapTrim, Lease, StagingPool
 from tiered_zero.hardware.runtime import Runtime
@@ -267,10 +265,8 @@ def _is_shared(counter: torch.Tensor, tensor: torch.Tensor) -> bool:
 class ActivationMover:
     """Moves the activations of one engine. Driver thread, or autograd's threads while the driver waits in backward."""
 
-    def __init__(
-        self, place: Place, plan: ActivationPlan, asked: ActivationCheckpointingSection, runtime: Runtime
-    ) -> None:
-        self._place, self._extents, self._plan, self._asked = place, ExtentMap(plan.nbytes), plan, asked
+    def __init__(self, place: Place, plan: ActivationPlan, runtime: Runtime) -> None:
+        self._place, self._extents, self._plan = place, ExtentMap(plan.nbytes), plan
         self._accelerator, self._recorder, self._ledger = runtime.accelerator, runtime.recorder, runtime.ledger
         self._device = runtime.accelerator.device
         self._records: dict[int, _Record] = {}
@@ -297,12 +293,11 @@ class ActivationMover:
         if nbytes < self._plan.min_nbytes or not self._fits(tensor, nbytes):
             return None
         key = (storage._cdata, version)
-        with self._profiled("pack"):
-            reference = self._find(key, tensor) or self._begin_write(tensor, key, nbytes)
-            if reference is None:
-                return None
-            self._records[reference.index].num_left += 1
-            return SavedActivation(self, reference, tensor, version)
+        reference = self._find(key, tensor) or self._begin_write(tensor, key, nbytes)
+        if reference is None:
+            return None
+        self._records[reference.index].num_left += 1
+        return SavedActivation(self, reference, tensor, version)
 
     def _fits(self, tensor: torch.Tensor, nbytes: int) -> bool:
         """Return whether the tensor is plain memory and takes a large enough part of its storage of `nbytes` bytes."""
@@ -358,19 +353,15 @@ class ActivationMover:
         )
         self._counts["num_moved"] += 1
         self._counts["moved_nbytes"] += nbytes
-        if self._asked.synchronize_checkpoint_boundary:
-            self._wait_written(0, on_host=True)
         return reference
 
-    def _wait_written(self, allowed_nbytes: int, *, on_host: bool = False) -> None:
+    def _wait_written(self, allowed_nbytes: int) -> None:
         """Wait for the oldest writes until at most `allowed_nbytes` are in flight, and free the device memory of
         completed ones. `on_host`: block until each write is done; False: order compute's later launches after it."""
         while self._writing and (self._in_flight_nbytes > allowed_nbytes or self._writing[0][0].done()):
             written, source = self._writing[0]
             try:
                 with nullcontext() if written.done() else self._recorder.span("compute", "wait_activation"):
-                    if on_host:
-                        written.wait()
                     self._accelerator.wait_on_compute(written)
             except TieredZeroError:  # the transfer has failed: raise its error once
                 self._writing.popleft()
@@ -384,27 +375,26 @@ class ActivationMover:
     def restore(self, reference: _Reference, *, is_first: bool) -> torch.Tensor:
         """Return the record's bytes on the device, [n] uint8, and begin to read the records that backward needs next.
         `is_first`: whether the saved activation asks for the first time. Raises ModelError if its step has ended."""
-        with self._profiled("unpack"):
-            if self._is_closed or reference.step != self._step:
-                raise ModelError(
-                    "Backward was called through activations of a step that is over: expected it before step(), found "
-                    "it after that, or after the step was dropped. Their bytes on "
-                    "tiered_zero.activations.device are freed then. Run forward again."
-                )
-            self._free_dropped()
-            record = self._records[reference.index]
-            if record.reading is None:
-                self._make_room(record.nbytes)
-                self._begin_read(record)
-            self._read_ahead(record.index)
-            reading, target = record.reading, record.target
-            assert reading is not None and target is not None, "the read has begun"
-            with nullcontext() if reading.done() else self._recorder.span("compute", "wait_activation"):
-                self._accelerator.wait_on_compute(reading)
-            record.num_left -= is_first
-            if record.num_left <= 0:
-                self._release(record)
-            return target
+        if self._is_closed or reference.step != self._step:
+            raise ModelError(
+                "Backward was called through activations of a step that is over: expected it before step(), found "
+                "it after that, or after the step was dropped. Their bytes on "
+                "tiered_zero.activations.device are freed then. Run forward again."
+            )
+        self._free_dropped()
+        record = self._records[reference.index]
+        if record.reading is None:
+            self._make_room(record.nbytes)
+            self._begin_read(record)
+        self._read_ahead(record.index)
+        reading, target = record.reading, record.target
+        assert reading is not None and target is not None, "the read has begun"
+        with nullcontext() if reading.done() else self._recorder.span("compute", "wait_activation"):
+            self._accelerator.wait_on_compute(reading)
+        record.num_left -= is_first
+        if record.num_left <= 0:
+            self._release(record)
+        return target
 
     def _begin_read(self, record: _Record) -> None:
         at, nbytes, place = record.at, record.nbytes, self._place
@@ -516,8 +506,3 @@ class ActivationMover:
     def _discharge(self, nbytes: int) -> None:
         self._in_flight_nbytes -= nbytes
         self._ledger.discharge("device", "activation_in_flight", nbytes)
-
-    @contextmanager
-    def _profiled(self, kind: str) -> Iterator[None]:
-        with self._recorder.span("compute", kind) if self._asked.profile else nullcontext():
-            yield

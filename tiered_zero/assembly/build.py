@@ -339,7 +339,7 @@ def _make_activations(run_spec: RunSpec, machine: OpenMachine, resources: Teardo
         place = NvmePlace(tiers.activation_nvme, plan.nbytes, plan.in_flight_nbytes, tiers.activation_staging, runtime)
     else:
         place = HostPlace(tiers.host, plan.nbytes, runtime)
-    mover = ActivationMover(place, plan, run_spec.config.activation_checkpointing, runtime)
+    mover = ActivationMover(place, plan, runtime)
     resources.add("activations", mover.close)
     return mover
 

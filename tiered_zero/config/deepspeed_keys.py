@@ -171,6 +171,12 @@ OTHERS: tuple[Key, ...] = (
         "an engine knows no ranks that hold the same activations; tiered_zero.activations moves them off the device",
         partition_activations=False,
     ),
+    *_no_effect(
+        "activation_checkpointing.",
+        "torch.profiler and tiered_zero.trace time a step",
+        synchronize_checkpoint_boundary=False,
+        profile=False,
+    ),
     *_satisfied(
         "activation_checkpointing.",
         "offloaded activations rest in one preallocated piece of memory in any case",

@@ -217,13 +217,6 @@ class ActivationCheckpointingSection(Section):
         description="true: what autograd saves for backward rests in host memory until then, as with "
         "tiered_zero.activations.device cpu; where the CPU computes it is there already, and nothing moves",
     )
-    synchronize_checkpoint_boundary: Annotated[bool, BeforeValidator(switch)] = Field(
-        False, description="true: forward waits until a tensor has left the device before it goes on"
-    )
-    profile: Annotated[bool, BeforeValidator(switch)] = Field(
-        False,
-        description="true: a step's report has rows for the time that forward and backward spend on moving activations",
-    )
 
 
 class OptimizerSection(Section):

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -21,7 +20,6 @@ from tiered_zero.activations.checkpointing import RandomStates, run_checkpointed
 from tiered_zero.config.load import load, read_json
 from tiered_zero.config.schema import ActivationCheckpointingSection, Config
 from tiered_zero.config.section import switch
-from tiered_zero.deepspeed.accelerator import get_accelerator
 from tiered_zero.errors import ConfigError
 from tiered_zero.unit.saved_views import moves_saved_tensors
 
@@ -47,8 +45,6 @@ class _Settings:
 
     mpu: Any = None
     checkpoint_in_cpu: bool = False
-    synchronize: bool = False
-    profile: bool = False
 
 
 @final
@@ -72,8 +68,7 @@ def configure(
     """Set how `checkpoint` runs in this process. Raises ConfigError.
 
     `deepspeed_config`: a dict, the path of a JSON file, or the config of an engine; other arguments override it.
-    `checkpoint_in_cpu`: keep saved inputs in host memory, unless an engine moves them. `synchronize`: wait for the
-    device around each checkpoint. `profile`: log its seconds. `mpu_`: gives the rank for
+    `checkpoint_in_cpu`: keep saved inputs in host memory, unless an engine moves them. `mpu_`: gives the rank for
     `model_parallel_cuda_manual_seed`. Other arguments have no effect.
     """
     section, is_partitioned = _read(deepspeed_config)
@@ -82,8 +77,6 @@ def configure(
     _Namespace.settings = _Settings(
         mpu=before if mpu_ is None else mpu_,
         checkpoint_in_cpu=section.cpu_checkpointing if checkpoint_in_cpu is None else checkpoint_in_cpu,
-        synchronize=section.synchronize_checkpoint_boundary if synchronize is None else synchronize,
-        profile=section.profile if profile is None else profile,
     )
 
 
@@ -128,16 +121,7 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...], *, reentrant: bool) -> Any:
-    settings = _Namespace.settings or _Settings()
-    if settings.synchronize or settings.profile:
-        inner = function
-
-        def function(*values: Any) -> Any:
-            is_again = torch._C._current_graph_task_id() != -1
-            with _watched(settings, "recomputation" if is_again else "forward"):
-                return inner(*values)
-
-    with _saving(settings):
+    with _saving(_Namespace.settings or _Settings()):
         outputs = run_checkpointed(function, args, _Namespace.states, reentrant=reentrant)
     return outputs[0] if isinstance(outputs, tuple) and len(outputs) == 1 else outputs
 
@@ -147,19 +131,6 @@ def _saving(settings: _Settings) -> AbstractContextManager[Any]:
     them."""
     in_cpu = settings.checkpoint_in_cpu and torch.is_grad_enabled() and not moves_saved_tensors()
     return save_on_cpu() if in_cpu else nullcontext()
-
-
-@contextmanager
-def _watched(settings: _Settings, what: str) -> Iterator[None]:
-    """Wait for the device before the block, and after it if `settings.synchronize`. If `settings.profile`, log the
-    block's seconds as `what`."""
-    get_accelerator().synchronize()
-    start_s = time.perf_counter()
-    yield
-    if settings.synchronize:
-        get_accelerator().synchronize()
-    if settings.profile:
-        logger.info("%s of a checkpoint: %.1f ms", what, 1000 * (time.perf_counter() - start_s))
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:

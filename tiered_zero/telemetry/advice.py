@@ -31,8 +31,6 @@ NAMES: dict[str, tuple[str, str]] = {
     "compute": ("the model's own compute", "a faster device"),
     "forward": ("the model's forward, without the waits inside it", ""),
     "backward": ("the model's backward, without the waits inside it", ""),
-    "pack": ("forward hands activations over to the lane that moves them (activation_checkpointing.profile)", ""),
-    "unpack": ("backward gets them back, without the waits inside it (activation_checkpointing.profile)", ""),
     "step": ("the gradient check and what step() does itself", ""),
     "update": ("the optimizer's update", f"more cores, {_TOKENS}, or a smaller offload_optimizer.ratio"),
     "fetch": (

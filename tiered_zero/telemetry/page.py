@@ -26,8 +26,6 @@ COLOURS = {
     "wait_lease": ("#d06a9a", "#f2a8c8"),
     "wait_ranks": ("#7a5230", "#cda678"),
     "wait_activation": ("#8c6d1f", "#cbb062"),
-    "pack": ("#3d7f8c", "#86c3cf"),
-    "unpack": ("#7f5f9e", "#bfa2dc"),
     "activations": ("#3f8f6f", "#7fcfaf"),
     "save": ("#8a5a83", "#c79bc0"),
     "other": ("#b4bdc4", "#66727b"),

@@ -22,7 +22,7 @@ from tiered_zero.sizes import format_nbytes
 from tiered_zero.telemetry.spans import LANES, WAIT_CAUSES, Ledger, Recorder, Totals
 
 OTHER = "other"
-CAUSES = ("forward", "backward", "pack", "unpack", "step", "update", "fetch", "reduce", "save", *WAIT_CAUSES, OTHER)
+CAUSES = ("forward", "backward", "step", "update", "fetch", "reduce", "save", *WAIT_CAUSES, OTHER)
 """All causes of a step's seconds, in the order in which they are shown."""
 
 BOUND_SHARE = 0.5
