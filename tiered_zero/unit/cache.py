@@ -1,5 +1,4 @@
-"""Fetch, prefetch and evict units within the device memory that the plan gives to paged parameters. Prefetch in the
-order of use that earlier steps have shown."""
+"""Fetch, prefetch and evict units within the device memory that the plan gives to paged parameters."""
 
 from __future__ import annotations
 
@@ -33,16 +32,11 @@ Pair = tuple[Use | None, Use | None]
 
 @final
 class Schedule:
-    """Remembers, for each pair of successive uses, the use that followed last time. A hint, never a requirement.
+    """Remembers, for each pair of successive uses, the use that followed last time. A hint, never a requirement. Pairs
+    tell the two visits of a tied unit apart (embedding, then head).
 
-    Pairs, and not single uses, tell the two visits of a tied unit apart (embedding, then head). The schedule keeps what
-    it knows through an evaluation or a branch, and follows a changed order after one pass. Memory: one entry per
-    distinct pair.
-
-    [Note: Expected uses] A use becomes expected when its unit is fetched ahead of the use, or is found on the device.
-    The expected uses are the next ones, in order. If another use than the first of them comes, none is expected any
-    more. So each use of a step is looked at twice, once ahead of time and once as it comes, however many units fit on
-    the device."""
+    [Note: Expected uses] The expected uses are the next ones, in order. A use becomes expected when its unit is fetched
+    ahead of it, or is already on the device. If another use comes than the first expected one, none stays expected."""
 
     def __init__(self) -> None:
         self._next: dict[Pair, Use] = {}
@@ -53,8 +47,7 @@ class Schedule:
         """Unit -> the pair that ends with its last use, and `_position` after that use."""
         self._numel_of: dict[PagedUnit, int] = {}
         self._distances: dict[Pair, int] = {}
-        """Pair that ends with a use of a unit -> the number of elements that were used, last time, from that use to the
-        unit's next one."""
+        """Pair that ends with a use of a unit -> the number of elements used, last time, until the unit's next use."""
         self._ahead: deque[Use] = deque()
         """The expected uses."""
         self._tip: Pair = (None, None)
@@ -67,8 +60,8 @@ class Schedule:
         """The number of elements of the units in `_counted`."""
 
     def observe(self, phase: str, unit: PagedUnit, numel: int) -> bool:
-        """Record a use of `unit`, which has `numel` elements, in the pass `phase`. Nested or repeated uses of one unit
-        are one use. Return False if another use was expected: the caller then calls `end_expected`."""
+        """Record a use of `unit`, with `numel` elements, in the pass `phase`. Successive uses of one unit are one use.
+        Return False if another use was expected: the caller then calls `end_expected`."""
         use = (phase, unit)
         if use == self._last[1]:
             return True
@@ -94,9 +87,7 @@ class Schedule:
         return True
 
     def distance(self, unit: PagedUnit) -> int | None:
-        """Return the predicted number of elements in the uses from now until the unit's next use. It is the number that
-        lay between the same two uses last time, less the elements used since the unit's last use. Return None if no
-        such number was recorded."""
+        """Predict how many elements are used before the unit is used again; None if that is unknown."""
         if unit not in self._uses:
             return None
         use, position = self._uses[unit]
@@ -110,14 +101,9 @@ class Schedule:
     # -- ahead -----------------------------------------------------------------------------------------------------
 
     def expect_next(self, current: PagedUnit, until: str = "") -> Iterator[PagedUnit]:
-        """Make the next uses expected, one by one, in the order in which they came last time. Yield each unit that the
-        caller must first fetch, or find on the device.
-
-        The use of a yielded unit becomes expected when the caller asks for the next unit; if the caller stops, it does
-        not. No unit is yielded for a use of `current` (the unit in use) or of a unit that already has an expected use.
-
-        The iteration ends if the next use is not known, and if the known uses begin to repeat. It also ends before a
-        use in the pass `until`; "" names no pass."""
+        """Make the next uses expected, one by one, in the order in which they came last time. Yield a unit before its
+        first use becomes expected, so that the caller can fetch it; do not yield `current`, the unit in use. End before
+        a use in the pass `until`, or when the next use is unknown."""
         seen = set()
         while (pair := self._tip) not in seen and len(self._ahead) < len(self._next):
             if (use := self._next.get(pair)) is None or use[0] == until:
@@ -134,12 +120,11 @@ class Schedule:
 
     @property
     def next_phase(self) -> str:
-        """The pass, "forward" or "backward", in which the unit that `expect_next` has just yielded will be used."""
+        """The pass ("forward" or "backward") that will use the unit that `expect_next` has just yielded."""
         return self._next[self._tip][0]
 
     def end_expected(self) -> list[PagedUnit]:
-        """Drop all expected uses: another use came, or an expected unit has left the device. Return their units, the
-        one used farthest ahead first."""
+        """Drop all expected uses. Return their units, the one used farthest ahead first."""
         units = self.expected_units()
         self._ahead.clear()
         self.expected.clear()
@@ -155,14 +140,13 @@ class Schedule:
 
 @final
 class UnitCache:
-    """Moves whole units between their homes and the device. The pager calls it, on the driver thread or on autograd's.
+    """Moves whole units between their homes and the device. Driver thread, or autograd's.
 
-    [Note: Order of gathers] If homes hold shards, a fetch reads this rank's shard and then gathers the shards of all
-    ranks. So every rank must fetch and evict the same units in the same order. With several ranks, decisions here
-    depend only on the schedule, the plan, and the units' states, which only acquire and release change. They do not
-    depend on what may differ between ranks: whether a transfer is done, and which views of a unit other code holds.
-    Such a view keeps the memory of an evicted unit. Decisions count this memory as free; the check of the device's
-    limit counts it as used."""
+    [Note: Order of gathers] If homes hold shards, every fetch is a gather, so all ranks must fetch and evict the same
+    units in the same order. With several ranks, decisions here depend only on the schedule, the plan and the units'
+    states. They do not depend on what may differ between ranks: whether a transfer is done, and which views of a unit
+    other code holds. Such a view keeps the memory of an evicted unit: decisions count this memory as free, the check of
+    the device's limit counts it as used."""
 
     def __init__(self, runtime: Runtime, inventory: Inventory, limits: PagerLimits, units: UnitTable) -> None:
         self._accelerator = runtime.accelerator
@@ -205,8 +189,8 @@ class UnitCache:
     # -- fetch -----------------------------------------------------------------------------------------------------
 
     def fetch(self, paged: PagedUnit) -> None:
-        """Fetch a unit that is about to be used. If the device has no memory for the unit, evict every idle unit and
-        try once more. Raises OutOfMemoryError if the device still has no memory."""
+        """Fetch a unit that is about to be used, and evict idle units to make room. Raises BudgetError if the units in
+        use leave no room in the plan, and OutOfMemoryError if the device has none."""
         if self.is_closed:
             self.refuse_closed(paged)
         if self._kept_nbytes or self._missing_nbytes(paged) > 0:
@@ -247,21 +231,17 @@ class UnitCache:
             raise
 
     def _gather(self, paged: PagedUnit, fetch: Transfer) -> Transfer:
-        """Start to gather the shards of all ranks, once `fetch` has brought this rank's shard. Return the gather's
+        """Start to gather the shards of all ranks, after `fetch` has brought this rank's shard. Return that
         transfer."""
         name, flat = paged.unit.name, self._accelerator.alias(paged.storage.flat)
         order = f"{name}, change {paged.version}"
         return self._collectives.all_gather(flat, flat[paged.own], f"unit {name}", after=[fetch], order=order)
 
     def prefetch(self, current: PagedUnit, phase: CallPhase) -> None:
-        """Fetch units ahead of their use, in the order in which they are expected after `current`. Stop at the first
-        unit that does not fit into the rest of the prefetch bucket (stage3_prefetch_bucket_size) or onto the device, or
-        that must not be fetched yet.
-
-        With a bucket of 0 nothing is fetched. With any other bucket, the first unit is fetched even if it is larger
-        than the bucket. To make room, only units without expected uses are evicted. The last backward of a step also
-        stops before a unit that the next forward uses and step() will change. With several ranks it stops before the
-        first unit that the next forward uses. `phase`: the phase of the engine's call. See [Note: Expected uses]."""
+        """Fetch the next units after `current`: up to stage3_prefetch_bucket_size elements, but at least one unit; none
+        if that size is 0. Stop at a unit that finds no room or must wait for its update. [Note: Expected uses]"""
+        # The last backward of a step fetches no unit for the next forward that step() will change. With several ranks
+        # it fetches none for the next forward: which updates have begun may differ between ranks.
         bucket_numel, schedule = self._limits.prefetch_numel, self.schedule
         if not bucket_numel:
             return
@@ -279,8 +259,8 @@ class UnitCache:
                 return
 
     def _prefetch(self, paged: PagedUnit, current: PagedUnit) -> bool:
-        """Fetch a unit ahead of its use. If room is missing, evict idle units, but neither expected ones nor `current`.
-        Return False if there is still no room."""
+        """Fetch a unit ahead of its use. To make room, evict idle units except expected ones and `current`. Return
+        False if there is still no room."""
         missing_nbytes, victims = self._missing_nbytes(paged), []
         if missing_nbytes > 0:
             for idle in self._idle():
@@ -306,13 +286,11 @@ class UnitCache:
         return True
 
     def _may_prefetch(self, paged: PagedUnit) -> bool:
-        """Return whether the unit may be fetched ahead of its use.
-
-        Return False for a unit whose update has begun in backward: with several ranks until step(), on one rank until
-        the update is written. The fetch would wait for the update, which waits for gradients, while backward may need a
-        later fetch on the same lane to compute these gradients."""
+        """Return whether the unit may be prefetched: not while an update of it that began in backward may still run."""
         if paged.weights is not WeightState.UPDATING:
             return True
+        # A fetch would wait for the update, and the update for gradients. To compute these, backward may need a later
+        # fetch on the same lane. With several ranks wait for step(), since updates end at different times.
         if self._shares_order:
             return False
         unit_update = self._inventory.last_update(paged.unit)
@@ -321,8 +299,8 @@ class UnitCache:
     # -- evict -----------------------------------------------------------------------------------------------------
 
     def retire(self, paged: PagedUnit) -> None:
-        """Guard a unit that has no users. Then evict it, unless the device has room and the schedule predicts its next
-        use within `PagerLimits.reuse_numel` elements. Do nothing if the unit has users or lives on the device."""
+        """Guard the unit, if it is paged and has no users. Evict it too, unless there is room and its next use is
+        predicted within `PagerLimits.reuse_numel` elements."""
         if paged.num_users or paged.state is not UnitState.IN_USE or paged.is_resident:
             return
         self.guard(paged)
@@ -333,8 +311,7 @@ class UnitCache:
         self.evict(paged)
 
     def guard(self, paged: PagedUnit) -> None:
-        """Guard a unit in use; evict it if user code has changed it, so that its bytes differ from those of its
-        home."""
+        """Guard a unit in use. Evict it instead if user code has changed it but not its home."""
         self.look(paged)
         if paged.weights is WeightState.STALE:
             self.evict(paged)
@@ -342,8 +319,7 @@ class UnitCache:
             paged.guard()
 
     def evict(self, paged: PagedUnit) -> None:
-        """Drop a unit from the device; do nothing if it lives there. The unit keeps its memory while other code holds a
-        view of it."""
+        """Evict a unit, unless it is resident. It keeps its memory while other code holds a view of it."""
         storage = paged.storage
         if not storage.is_full or paged.is_resident:
             return
@@ -390,8 +366,7 @@ class UnitCache:
         return [paged for paged in self._order if paged.is_kept and not paged.storage.is_viewed]
 
     def _missing_nbytes(self, paged: PagedUnit) -> int:
-        """Return how many bytes the device lacks to hold `paged` within its limit; at most 0 if there is room. Counts
-        memory as decisions do: [Note: Order of gathers]."""
+        """Return how many bytes the device lacks for `paged`; at most 0 if there is room. [Note: Order of gathers]"""
         if self._shares_order:
             counted_nbytes, is_counted = self._live_nbytes - self._kept_nbytes, paged.state is not UnitState.OFFLOADED
         else:
@@ -451,8 +426,8 @@ class UnitCache:
     # -- changes by user code that the homes do not have: [Note: Writes through .data] ---------------------------------
 
     def look(self, paged: PagedUnit) -> None:
-        """Mark a unit in use as stale if user code has changed its parameters without `gathered(modify=True)`. The
-        change will be lost, and the next `refuse` raises for it."""
+        """Find out whether user code has changed a unit in use without `gathered(modify=True)`. If it has, the next
+        `refuse` raises, and the unit, if paged, becomes stale."""
         if paged.state is not UnitState.IN_USE or paged.num_writers:
             return
         if (changed := paged.storage.end_change()) is not None:
@@ -467,10 +442,8 @@ class UnitCache:
 
 
 def _changed_past_home(param: str, replaced_in: str) -> ModelError:
-    """Return the error for a parameter that was changed on the device but not at its home.
-
-    `replaced_in`: the class of the module whose parameter was given other memory; empty if the parameter was written
-    to."""
+    """Return the error for a parameter that was changed on the device but not at its home. `replaced_in`: the class of
+    the parameter's module if the parameter was given other memory; else empty."""
     message = (
         f"The values of parameter {param} were changed in forward or between steps, but not at its home on the tiers: "
         "the next update would undo that. Change parameters between steps, inside "

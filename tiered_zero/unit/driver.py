@@ -23,9 +23,7 @@ class Phase(Enum):
     * FORWARD, BACKWARD: the engine's forward or backward runs.
     * DROP: gradients of the step are being dropped.
     * STEP: `step()` runs, and its update has not begun.
-    * UPDATE: from the start of the update until the step is complete.
-
-    A call enters its phase first and leaves it last, also if it raises (`Entrance.call`)."""
+    * UPDATE: from the start of the update until the step is complete."""
 
     IDLE = "idle"
     FORWARD = "forward"
@@ -37,21 +35,19 @@ class Phase(Enum):
 
 @final
 class CallPhase:
-    """The phase of the engine's call, and whether autograd runs a backward that the user started without the engine.
-
-    `now`: the phase. `step_follows`: whether the running backward is that of the last micro-batch of its step.
-    `records`: whether grad mode was on when the outermost forward began; a reentrant checkpoint turns it off inside
-    that forward. `has_own_backward`: whether a backward that the user started without the engine runs. `task`: the id
-    of autograd's graph task, one for each backward, of the last backward that the engine has noticed; None before the
-    first. `TrainStep` and `Entrance` set these fields. Driver thread, or autograd's threads while the driver waits in
-    backward."""
+    """The phase of the engine's call. `TrainStep` and `Entrance` set the fields. Driver thread, or autograd's threads
+    while the driver waits in backward."""
 
     def __init__(self) -> None:
         self.now = Phase.IDLE
         self.has_own_backward = False
+        """Whether a backward runs that the user started without the engine."""
         self.step_follows = False
+        """Whether the running backward is that of the last micro-batch of its step."""
         self.records = True
+        """Whether grad mode was on when the outermost forward began. A reentrant checkpoint turns it off inside."""
         self.task: int | None = None
+        """The id of autograd's graph task of the last backward that the engine has noticed."""
 
     @property
     def pass_name(self) -> str:
@@ -63,11 +59,8 @@ class CallPhase:
 
 @final
 class DriverThread:
-    """Admits one thread at a time, the driver thread, to an engine and its model. Until this thread leaves, other
-    threads are refused.
-
-    Threads may use the engine one after another. Autograd's own threads work for the thread that waits in backward, and
-    are admitted with it."""
+    """Admits one thread at a time, the driver thread, to an engine and its model. Autograd's threads are admitted with
+    the thread that waits in backward."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -77,14 +70,12 @@ class DriverThread:
         self._in_backward: threading.Thread | None = None
         """The thread that runs a backward without the engine, or that ran one until an exception ended it."""
         self.was_broken_off = False
-        """Whether a KeyboardInterrupt or SystemExit has ended a call since the last abort, perhaps between any two
-        lines. [Note: Interrupted calls]"""
+        """Whether a KeyboardInterrupt or SystemExit has ended a call since the last abort. [Note: Interrupted calls]"""
         self.process = OwnProcess()
 
     @contextmanager
     def entered(self, call: str) -> Iterator[None]:
-        """Admit this thread for the length of the block, as `enter` does. `call`: what the user called, for the
-        error."""
+        """Admit this thread for the length of the block, as `enter` does."""
         self.enter(call)
         try:
             yield
@@ -117,9 +108,8 @@ class DriverThread:
                 self._inside = None
 
     def begin_backward(self) -> None:
-        """Reserve the engine for one thread: the one whose backward the user has started without the engine. The
-        reservation ends with `end_backward`, or when that backward ends. Raises ModelError if another thread is inside
-        the engine. The threads of autograd that work for the thread inside are not refused."""
+        """Reserve the engine for the thread of a backward that the user has started without the engine. The reservation
+        ends with `end_backward` or with that backward. Raises ModelError if another thread is inside."""
         with self._lock:
             self.check(BACKWARD)
             self._in_backward = _thread_in_backward()
@@ -133,15 +123,13 @@ class DriverThread:
             raise _refusal(call, other)
 
     def other(self) -> threading.Thread | None:
-        """Return the thread that is inside, if this thread must be refused because of it; else None.
-
-        This thread is admitted if it is itself the thread inside, or one of autograd's threads that work for that
-        thread. A thread that has ended without `leave` is no longer inside."""
+        """Return the other thread that is inside; None if this thread is admitted. Autograd's threads are admitted if
+        they work for the thread inside."""
         thread = threading.current_thread()
         with self._lock:
             inside = self._inside
             if inside is not None and inside is not thread:
-                if not inside.is_alive():
+                if not inside.is_alive():  # it has ended without `leave`
                     self._inside, self._depth = None, 0
                 elif not _works_for(inside):
                     return inside
@@ -160,8 +148,8 @@ def find_call(code: CodeType) -> FrameType | None:
 
 
 def is_running(call: FrameType | None) -> bool:
-    """Return whether the Python frame `call` is on the caller's stack; False for None. Forward hooks cannot tell it:
-    torch calls none if an interrupt ends a call."""
+    """Return whether the Python frame `call` is on the caller's stack; False for None."""
+    # forward hooks cannot tell: torch calls none if an interrupt ends a call
     frame = sys._getframe(1) if call is not None else None
     while frame is not None and frame is not call:
         frame = frame.f_back
@@ -180,20 +168,17 @@ def _refusal(call: str, inside: threading.Thread) -> ModelError:
 
 
 def _works_for(inside: threading.Thread) -> bool:
-    """Return whether the calling thread is one of autograd's and runs a backward, while the thread `inside` waits for a
-    backward."""
+    """Return whether this thread belongs to autograd and runs a backward, and the thread `inside` waits for one."""
     return torch._C._current_graph_task_id() != -1 and _is_autograds() and _waits_in_backward(inside)
 
 
 def _is_autograds() -> bool:
-    """Return whether C++ code made this thread, as it makes autograd's threads: one per device, and more for nested
-    checkpoints."""
+    """Return whether C++ code made this thread, as it makes autograd's threads."""
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 def _thread_in_backward() -> threading.Thread | None:
-    """Return the thread that called the running backward. On one of autograd's threads, return the only thread that
-    waits for a backward; None if there are none or several."""
+    """Return the thread that called the running backward; None if it is not known."""
     if not _is_autograds():
         return threading.current_thread()
     waiting = [thread for thread in threading.enumerate() if _waits_in_backward(thread)]

@@ -30,13 +30,11 @@ def gathered(
 ) -> Iterator[None]:
     """Make parameters plain, with full values on the device, for the length of the block.
 
-    `target`: a module (all its parameters), one parameter, or several. They must fit into the memory that
-    stage3_max_live_parameters and the device leave; gather a large model part by part. `modify`: keep the changes that
-    are made inside the block. At its end they are written to the parameters' homes, and the fp32 master of every
-    element that changed is set to the new value (an unchanged element keeps its master's full precision). If the block
-    raises, its changes are not written: they are lost with the next update at the latest. Without `modify` a change
-    raises ModelError at the end of the block. `modifier_rank`: with several ranks and `modify`, every rank must enter
-    the block, and at its end all ranks get the values of the rank `modifier_rank`.
+    `target`: a module (all its parameters), one parameter, or several. They must fit into stage3_max_live_parameters
+    and the device's memory together. `modify`: keep changes. At the end of the block they are written to the
+    parameters' homes, and changed elements also to the fp32 masters. If the block raises, its changes are lost. Without
+    `modify` a change raises ModelError at the end of the block. `modifier_rank`: with `modify`, every rank gets the
+    values of the rank with this number. At stage 3, or with `modify`, every rank must enter the block.
 
     Results computed inside may be differentiated after the block, until the parameters change. Parameters that no
     engine pages are left alone."""
@@ -60,8 +58,7 @@ def paged_by(param: nn.Parameter) -> Pager | None:
 
 
 def _saving_views(params: Iterable[nn.Parameter]) -> AbstractContextManager[object]:
-    """Return a context in which autograd saves views of the units of `params` by name, not by address. The units may
-    belong to several engines."""
+    """Return a context in which autograd saves views of the units of `params` by name, not by address."""
     found = {id(pager): pager.saved_views for param in params if (pager := paged_by(param)) is not None}
     return saved_tensors_hooks(partial(_pack, list(found.values())), _unpack) if found else nullcontext()
 
@@ -80,9 +77,7 @@ def _unpack(found: tuple[SavedViews, Saved]) -> torch.Tensor:
 
 @contextmanager
 def gather(params: Iterable[nn.Parameter], modify: bool, modifier_rank: int = 0) -> Iterator[None]:
-    """Context manager that keeps the units of `params` in use. `modify`: True writes changed values to the units' homes
-    at the end of the block, and every rank gets the values of the rank `modifier_rank`. If it is False, a change raises
-    ModelError."""
+    """Keep the units of `params` in use for the length of the block. `modify`, `modifier_rank`: as in `gathered`."""
     with ExitStack() as stack:
         for paged, pager in _paged(params).items():
             stack.enter_context(_gather_unit(pager, paged, modify, modifier_rank))
@@ -90,8 +85,7 @@ def gather(params: Iterable[nn.Parameter], modify: bool, modifier_rank: int = 0)
 
 
 def _paged(params: Iterable[nn.Parameter]) -> dict[PagedUnit, Pager]:
-    """Map the unit of each parameter to the pager of its engine. Raises ParameterOffloadedError for a parameter of a
-    closed engine."""
+    """Map the unit of each parameter to its pager. Raises ParameterOffloadedError if the engine is closed."""
     found: dict[PagedUnit, Pager] = {}
     for param in params:
         if (pager := paged_by(param)) is not None:
@@ -127,8 +121,7 @@ def _gather_unit(pager: Pager, paged: PagedUnit, modify: bool, modifier_rank: in
 
 @contextmanager
 def _writing(paged: PagedUnit) -> Iterator[None]:
-    """Return a context in which user code may change the unit without an error. Afterwards the caller must write the
-    changes to the unit's home, or raise."""
+    """Allow user code to change the unit inside the block. The caller then writes the changes back, or raises."""
     paged.num_writers += 1
     try:
         yield
@@ -147,12 +140,9 @@ def _write_back(pager: Pager, paged: PagedUnit, old: torch.Tensor | None, modifi
 
 @runs_outside_modes
 def _drop_change(paged: PagedUnit) -> str | None:
-    """Find a parameter of the unit that user code has changed without writing it back. If there is one, mark the unit
-    as stale, so that the change is lost, and return the parameter's name. Otherwise return None.
-
-    Called at the end of each `gathered` block. If the unit has other users, such as an outer block, return None without
-    a search: the outer block searches at its own end."""
-    if paged.num_users > 1 + paged.is_resident:
+    """Return the name of a parameter that user code has changed without writing it back; None if there is none. After
+    such a change a paged unit becomes stale."""
+    if paged.num_users > 1 + paged.is_resident:  # an outer block searches at its own end
         return None
     if (changed := paged.storage.end_change()) is not None:
         paged.mark_stale()

@@ -1,23 +1,20 @@
 """Guard parameters: each has the class `OffloadedParameter` while its unit is not in use, and a "class in use"
 otherwise.
 
-PyTorch itself does not notice a read of an empty storage (it crashes or returns garbage). So while a unit is not in use
-its parameters have the class `OffloadedParameter`, whose `__torch_function__` is called before every operator. It
-answers what needs no bytes; for everything else it fetches the unit or raises.
+PyTorch does not notice a read of an empty storage: it crashes or returns garbage. So `__torch_function__` of an
+`OffloadedParameter` answers what needs no bytes; for everything else it fetches the unit or raises.
 
 [Note: The key of offloaded parameters]
-`torch.tensor(param)`, `Tensor.set_`, TorchScript and others take a tensor without calling `__torch_function__`. Each of
-them then calls an operator, and torch's dispatcher first looks at the tensor's dispatch keys. An offloaded parameter
-carries a key for which torch has no kernels (torch has this key for its own tests). The kernel registered here for the
-key fetches the bytes, or raises. DLPack calls no operator but takes the address: so the storage of an offloaded
-parameter is marked, and torch raises if its address is asked for.
+`torch.tensor(param)`, `Tensor.set_`, TorchScript and others take a tensor without calling `__torch_function__`, but
+each of them calls an operator. So an offloaded parameter carries a dispatch key for which torch has no kernels (a key
+for torch's own tests). The kernel registered here for this key fetches the bytes, or raises. DLPack calls no operator
+but takes the address: so the storage of an offloaded parameter is marked, and torch raises if its address is asked for.
 `param.data = keyed` gives a parameter the key and that storage, `param.data = plain` takes both away, in 0.3 us each.
-Hooks and version counter stay, and operators on a parameter in use cost what they cost in plain PyTorch.
+Hooks and version counter stay.
 
-While a unit is in use, operators treat its parameters as plain ones, and copies of them are plain. `grad` reads the
-gradient's home between backward and step(). `data` is `detach()`, which shares the version counter. A NumPy array or an
-address lets user code write without moving the counter: once user code gets one, the engine watches the parameter's
-values. [Note: Writes through .data]"""
+While a unit is in use, its parameters behave as plain ones, and copies of them are plain. `grad` reads the gradient's
+home between backward and step(). `data` is `detach()`, which shares the version counter. Once user code gets a NumPy
+array or an address, the engine watches the parameter's values: [Note: Writes through .data]."""
 
 from __future__ import annotations
 
@@ -42,34 +39,29 @@ class FaultHandler(Protocol):
     """The handler that a guarded parameter asks for its bytes: the Pager of its engine, or a ClosedEngine."""
 
     def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
-        """Fetch the units of `params` together for the running forward or backward, or raise ParameterOffloadedError.
-
-        `params`: parameters with which a function is called; the first is offloaded. `function`: the function's name,
-        for the error."""
+        """Fetch the units of `params` for the running forward or backward, or raise ParameterOffloadedError. `params`:
+        arguments of `function`; the first is offloaded."""
 
     def copy_of(self, param: nn.Parameter) -> torch.Tensor | None:
         """Return a copy of the parameter on the CPU while a state_dict is taken; else return None."""
 
     def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Return a copy of an offloaded parameter on the CPU, for a copy or a pickle of its module; return None while
-        modules run."""
+        """Return a CPU copy of an offloaded parameter, to copy or pickle its module; None while modules run."""
 
     def watch(self, param: nn.Parameter) -> None:
-        """Copy the values of a parameter in use, to find changes later: user code is about to get its memory. See
-        [Note: Writes through .data]."""
+        """Copy the values of a parameter in use before user code gets its memory. [Note: Writes through .data]"""
 
 
 _handlers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def handler_of(param: nn.Parameter) -> FaultHandler | None:
-    """Return the handler of this parameter; None for a plain parameter. Once the engine is closed, the handler is a
-    ClosedEngine."""
+    """Return the parameter's handler: a Pager, or a ClosedEngine; None for a plain parameter."""
     return _handlers.get(param)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def require_handler(param: nn.Parameter) -> FaultHandler:
-    """Return the handler of a parameter that an engine pages or has paged. Raises KeyError for any other parameter."""
+    """Return the parameter's handler. Raises KeyError for a plain parameter."""
     handler: FaultHandler = _handlers[param]
     return handler
 
@@ -85,15 +77,15 @@ def release_param(param: nn.Parameter, own: type[nn.Parameter]) -> None:
 
 
 class ClosedEngine:
-    """The handler of parameters whose engine is closed: their bytes were freed with the engine's tiers."""
+    """The handler of parameters whose engine is closed: their bytes are gone."""
 
     def __init__(self, unit_name: str, own_class: type[nn.Parameter] = nn.Parameter) -> None:
         self._unit_name = unit_name
         self._own_class = own_class
 
     def revive(self, param: nn.Parameter, func: Callable[..., Any], args: Sequence[Any]) -> bool:
-        """Make the parameter plain, with a new value, if the call `func(*args)` assigns it one, as load_state_dict()
-        does. Return whether the call assigns one."""
+        """If `func(*args)` assigns the parameter a value, as load_state_dict() does, make it a plain one with this
+        value. Return whether a value is assigned."""
         if func not in (torch.Tensor.copy_, set_data) or args[0] is not param:
             return False
         if isinstance(value := args[1], OffloadedParameter):
@@ -126,8 +118,8 @@ class ClosedEngine:
 
 
 class GradientHome(Protocol):
-    """Interface of the object that holds gradients between backward and step() (the GradientStore). `is_shown`: whether
-    parameters in use read and assign `param.grad` there; guarded parameters always do."""
+    """Holds gradients between backward and step(): the GradientStore. `is_shown`: whether parameters in use read and
+    assign `param.grad` there; guarded ones always do."""
 
     is_shown: bool
 
@@ -152,8 +144,8 @@ def set_gradient_home(params: Iterable[nn.Parameter], home: GradientHome | None)
 
 
 def read_grad(param: nn.Parameter, is_guarded: bool) -> torch.Tensor | None:
-    """Return `param.grad`: autograd's attribute if it is set, else the gradient at its home. The home of a parameter
-    that is not guarded is read only while `GradientHome.is_shown`. `is_guarded`: whether the parameter is guarded."""
+    """Return `param.grad`: autograd's attribute if it is set, else the gradient at its home. If the parameter is not
+    guarded, the home is read only while `GradientHome.is_shown`."""
     with torch._C.DisableTorchFunctionSubclass():
         grad: torch.Tensor | None = _grad.__get__(param)
     if grad is not None:
@@ -178,16 +170,15 @@ WATCHED = ("numpy", "__array__", "data_ptr", "__dlpack__")
 
 
 def _watch(tensor: torch.Tensor) -> None:
-    """If `tensor` is a parameter or a view of one, make the parameter's engine copy its values, to find changes
-    later."""
+    """Watch the values of the parameter that `tensor` is, or is a view of."""
     param = tensor if isinstance(tensor, nn.Parameter) else tensor._base
     if isinstance(param, nn.Parameter) and (handler := handler_of(param)) is not None:
         handler.watch(param)
 
 
 def _index(tensor: torch.Tensor, index: Any) -> torch.Tensor:
-    """Index a parameter in use, or a part of one. If the result is a view, give it the class `_PartInUse`, which lets
-    the engine find writes through it."""
+    """Index a parameter in use, or a part of one. A view gets the class `_PartInUse`, so that writes through it are
+    found."""
     found = torch.Tensor.__getitem__(tensor, index)
     if not torch.compiler.is_compiling() and type(found) is torch.Tensor:
         with torch._C.DisableTorchFunction():  # so that the user's modes see the same calls as in plain PyTorch
@@ -198,13 +189,11 @@ def _index(tensor: torch.Tensor, index: Any) -> torch.Tensor:
 
 
 def _detach(param: nn.Parameter) -> torch.Tensor:
-    """Detach a parameter in use as torch does: the result shares the version counter. On the CPU the engine then
-    watches the parameter's values, since NumPy accepts a detached tensor and moves no counter. While a state_dict is
-    taken, return a copy instead."""
+    """Detach a parameter in use, with a shared version counter. While a state_dict is taken, return a copy instead."""
     if not torch.compiler.is_compiling() and (handler := handler_of(param)) is not None:
         if (copy := handler.copy_of(param)) is not None:
             return copy
-        if param.device.type == "cpu":
+        if param.device.type == "cpu":  # NumPy accepts a detached tensor, and moves no counter
             handler.watch(param)
     return torch.Tensor.detach(param)
 
@@ -221,8 +210,8 @@ def _watched(name: str) -> Callable[..., Any]:
 
 
 def _as_own(own: type[torch.Tensor], name: str) -> Callable[..., Any]:
-    """Return a method that runs torch's method `name` while the tensor has the class `own` in place of its class in
-    use. For methods that copy, pickle or print the tensor: they look at its class."""
+    """Wrap torch's method `name`, which copies, pickles or prints a tensor: while it runs, the tensor has the class
+    `own`."""
 
     def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         in_use = type(tensor)
@@ -236,8 +225,7 @@ def _as_own(own: type[torch.Tensor], name: str) -> Callable[..., Any]:
 
 
 def _members(own: type[torch.Tensor]) -> dict[str, Any]:
-    """Return the members that a class in use has in place of those of class `own`. A class in use is that of a
-    parameter in use, or of a view of one."""
+    """Return the members in which a class in use differs from the class `own`."""
     members: dict[str, Any] = {name: _watched(name) for name in WATCHED}
     members |= {name: _as_own(own, name) for name in ("__deepcopy__", "__reduce_ex__", "__format__", "__repr__")}
     members |= {"__getitem__": _index, "__module__": own.__module__}
@@ -289,8 +277,7 @@ _libraries: list[torch.library.Library] = []
 
 
 class _Keyed(torch.Tensor):
-    """A tensor class with `__torch_dispatch__`: torch accepts additional dispatch keys only for tensors of such a
-    class."""
+    """Lends its dispatch keys: torch accepts additional keys only for a tensor class with `__torch_dispatch__`."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -300,10 +287,8 @@ class _Keyed(torch.Tensor):
 
 
 def keyed(plain: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the geometry and storage of `plain` and the key of offloaded parameters, to be assigned to
-    `param.data`. See [Note: The key of offloaded parameters].
-
-    From then on torch raises RuntimeError if the address of that storage is asked for."""
+    """Return a tensor to assign to `param.data`: the storage of `plain`, with the key of offloaded parameters. torch
+    then raises RuntimeError if the address of that storage is asked for."""
     size, stride, offset = plain.size(), plain.stride(), plain.storage_offset()
     with torch.inference_mode(False):
         wrapper: torch.Tensor = torch.Tensor._make_wrapper_subclass(
@@ -345,9 +330,8 @@ _METADATA_METHODS = frozenset(
 def offloaded_error(
     function: str, param: str, tier: str, dtype: torch.dtype, device: torch.device
 ) -> ParameterOffloadedError:
-    """Return the error for `function`, which would read or convert an offloaded parameter. `param`: the parameter's
-    name. `tier`: the name of the tier of its home. `dtype`, `device`: the parameter's dtype and device while it is in
-    use."""
+    """Return the error for `function`, which would read or convert an offloaded parameter. `tier`: the tier of its
+    home. `dtype`, `device`: those of the parameter in use."""
     if function in _CONVERSIONS:
         return ParameterOffloadedError(
             f"{function} cannot move or convert parameter {param!r}: it is {dtype} on {device} wherever it is used, "
@@ -364,9 +348,7 @@ def offloaded_error(
 
 class OffloadedParameter(nn.Parameter):
     """A parameter whose unit is not in use. Shape, dtype, grad and hooks work; a function that needs the bytes fetches
-    them, or raises.
-
-    An entry point of [Note: Entry points]."""
+    them, or raises. [Note: Entry points]"""
 
     @classmethod
     def __torch_function__(
@@ -430,9 +412,8 @@ class OffloadedParameter(nn.Parameter):
         return self.as_subclass(cls)
 
     def _plain_copy(self, function: str) -> nn.Parameter | None:
-        """Return a copy of the parameter on the CPU, as state_dict() does. While modules run, fetch the parameter
-        instead, and return None: the parameter now has a class in use, whose own method makes the copy. `function`:
-        what the user called, for the error."""
+        """Return a copy of the parameter on the CPU. While modules run, fetch the parameter and return None: the method
+        of its class in use then makes the copy."""
         handler = require_handler(self)
         if (value := handler.idle_copy(self)) is not None:
             return nn.Parameter(value, self.requires_grad)
@@ -441,8 +422,7 @@ class OffloadedParameter(nn.Parameter):
 
 
 def _keeps(func: Callable[..., Any], param: nn.Parameter, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
-    """Return whether `func` leaves the parameter as it is: `param.data = param`, or a conversion to the dtype and
-    device that the parameter already has. `module.to(device)` makes only such calls if the parameter is on that
+    """Return whether `func` leaves the parameter as it is: `param.data = param`, or a conversion to its own dtype and
     device."""
     if func == set_data:
         return args[0] is param
@@ -469,15 +449,13 @@ def _is_metadata(func: Callable[..., Any]) -> bool:
 
 
 def _fault_in(param: nn.Parameter, used: Sequence[nn.Parameter], function: str) -> None:
-    """Fetch the unit of `param` together with the units of `used`, the other parameters with which `function` is
-    called."""
+    """Fetch the unit of `param`, and those of `used`, the other parameters among the arguments of `function`."""
     handler = require_handler(param)
     handler.fault_in([param, *(other for other in used if handler_of(other) is handler)], function)
 
 
 def _offloaded_in(values: Any) -> Iterator[tuple[nn.Parameter, list[nn.Parameter]]]:
-    """Yield (parameter, the other parameters) for each offloaded parameter among the arguments. The caller fetches it,
-    which may fetch others too: those are skipped."""
+    """Yield (parameter, the other parameters) for each parameter among the arguments that is offloaded at its turn."""
     used = list(_parameters_in(values))
     for index, param in enumerate(used):
         if isinstance(param, OffloadedParameter):
@@ -485,9 +463,8 @@ def _offloaded_in(values: Any) -> Iterator[tuple[nn.Parameter, list[nn.Parameter
 
 
 def _fetch_for_operator(operator: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
-    """Fetch the offloaded parameters that `operator`, called by C++ code, reads. Return False if it reads no bytes,
-    only metadata. Raises ParameterOffloadedError if no parameter is among the arguments: C++ code has then made another
-    tensor of a parameter's memory."""
+    """Fetch the offloaded parameters that `operator`, called by C++ code, reads. Return False if it reads only
+    metadata. Raises ParameterOffloadedError if no argument is a parameter."""
     name = operator.overloadpacket.__name__
     if name in _METADATA_METHODS:
         return False
@@ -516,8 +493,7 @@ def _parameters_in(value: Any) -> Iterator[nn.Parameter]:
 
 
 def _register_kernel() -> None:
-    """Register the kernel of the key of offloaded parameters, once per process. It fetches the bytes before an operator
-    runs, or raises."""
+    """Register the kernel that fetches an offloaded parameter's bytes before an operator runs, or raises."""
 
     def kernel(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if _fetch_for_operator(operator, args, kwargs):

@@ -1,7 +1,5 @@
-"""Hook a model to the pager: the only file that registers hooks, on modules, `state_dict()` and gradients.
-
-Nothing here computes. Hooks call `TrainStep` when a forward begins or ends; see [Note: Entry points] in the package.
-"""
+"""Register all hooks of a model: on modules, `state_dict()` and gradients. They call `TrainStep`. [Note: Entry
+points]"""
 
 from __future__ import annotations
 
@@ -26,14 +24,13 @@ from tiered_zero.unit.saved_views import SAVED_TENSOR_HOOKS
 
 
 class ForwardEvents(Protocol):
-    """Interface of the object that the hooks call (the engine's TrainStep). Driver thread; `grad_ready` on autograd's
-    thread."""
+    """Receives what the hooks report: the engine's TrainStep. Driver thread; `grad_ready` on autograd's thread."""
 
     pager: Pager
 
     def pre_state_dict(self, module: nn.Module, *, checks: bool) -> None:
-        """Prepare for the state_dict of `module`, which is about to be taken. `checks`: whether to raise for a model
-        whose parameters were replaced."""
+        """Prepare for the state_dict of `module`. `checks`: whether to raise if the model's parameters were
+        replaced."""
 
     def pre_forward(
         self, units: Sequence[Unit], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -41,16 +38,15 @@ class ForwardEvents(Protocol):
         """Make `units` usable until `post_forward`: the forward of `module` begins, with these arguments."""
 
     def post_forward(self, *_: Any) -> None:
-        """End the use of units by the innermost running module: its forward has ended, perhaps by an exception."""
+        """End the use of units by the innermost running module, which has ended or raised."""
 
     def grad_ready(self, param: nn.Parameter) -> None:
-        """Take `param.grad`, which is complete for one backward. The first post-accumulate hook of each parameter calls
-        this."""
+        """Take `param.grad`, which is complete for one backward. Called by the parameter's post-accumulate hook."""
 
 
 class _Hook(partial[None]):
-    """A hook of this package on a module. A copy or a pickle of the module has a function in its place that does
-    nothing and does not need this package."""
+    """A hook of this package on a module. In a copy or a pickle of the module, a function that does nothing takes its
+    place."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return nullcontext().__exit__  # takes any arguments, returns None, and pickles
@@ -62,7 +58,7 @@ class _Hook(partial[None]):
 class _ForwardHook(_Hook):
     @property
     def __name__(self) -> str:
-        """Raise ModelError, to refuse torch.jit.script, which asks for this name first."""
+        """Raise ModelError: torch.jit.script asks for this name first, and is refused."""
         raise ModelError(
             "torch.jit.script cannot compile a module of a tiered_zero engine: its parameters are paged by Python. "
             "Use a model that is built anew, with engine.module.state_dict() loaded."
@@ -70,9 +66,8 @@ class _ForwardHook(_Hook):
 
 
 def _hide_from_compiler(*functions: Any) -> None:
-    """Keep torch.compile from compiling `functions` and what they call. They still run, as plain Python: between the
-    graphs of a module, or while autograd saves for backward. torch.compiler.disable would cost time in each call; this
-    costs none."""
+    """Keep torch.compile from compiling `functions` and what they call. They run as plain Python."""
+    # torch.compiler.disable would cost time in each call
     from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
     from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
     from torch._C._dynamo.eval_frame import set_code_exec_strategy
@@ -84,13 +79,12 @@ def _hide_from_compiler(*functions: Any) -> None:
 
 
 class ModuleHooks:
-    """Registers hooks on a model (`install`, once), and removes all of them (`remove`).
+    """Registers hooks on a model (`install`, once), and removes them (`remove`).
 
     [Note: Frames of modules]
-    Modules that own units (and the root) hold their units for the length of their forward. The user may also call any
-    other module with parameters directly, not through the root, as `generate()` calls an encoder. Such a module then
-    opens a frame without units (`Frame` in pager.py); units are added to it when functions need them. Inside another
-    module's frame the hooks of such a module do nothing."""
+    The root, and each module that owns units, opens a frame for the length of its forward. Any other module with
+    parameters opens a frame only if the user calls it directly, as `generate()` calls an encoder. That frame begins
+    without units, and gets them when functions need them."""
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], events: ForwardEvents) -> None:
         self._events = events
@@ -142,7 +136,7 @@ class ModuleHooks:
         self._layers_4bit.clear()
 
     def _before_direct(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Open a frame if the user calls the module directly. See [Note: Frames of modules]."""
+        """Open a frame if the user calls the module directly. [Note: Frames of modules]"""
         pager = self._events.pager
         if not torch.compiler.is_compiling() and not pager.is_running() and pager.is_called_directly():
             self._events.pre_forward((), module, args, kwargs)
@@ -152,22 +146,22 @@ class ModuleHooks:
             self._events.post_forward()
 
     def _register(self, module: nn.Module, before: _ForwardHook, after: _ForwardHook) -> None:
-        """Register `before` as the module's first pre-hook, and `after` as a forward hook that is always called.
-
-        The user's pre-hooks then find the parameters on the device. `after` closes the frame that `before` has opened,
-        even if a pre-hook or the module raises. torch.utils.checkpoint raises too, to stop a recomputation early."""
+        """Register `before` as the module's first pre-hook, and `after` as a forward hook that runs even if the module
+        raises."""
         handle = module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         self._handles.append(handle)
         self._share_key(handle, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
+        # first: the user's pre-hooks find the parameters on the device
         module._forward_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+        # always: torch.utils.checkpoint raises to stop a recomputation early
         handle = module.register_forward_hook(after, always_call=True)
         self._handles.append(handle)
         self._share_key(handle, module._forward_hooks, module._forward_hooks_always_called)
 
     def _share_key(self, handle: RemovableHandle, *tables: dict[int, Any]) -> None:
-        """Give the hook the same key in the hook tables (`tables`) of every module. torch.compile compares these keys
-        before it reuses compiled code. With other keys, blocks of one class would not share their code, and blocks
-        after the eighth (torch._dynamo.config.recompile_limit) would not be compiled."""
+        """Give the hook one key in the hook tables (`tables`) of every module."""
+        # torch.compile compares these keys. With other keys, blocks of one class do not share compiled code, and those
+        # after the eighth (torch._dynamo.config.recompile_limit) are not compiled.
         if self._key is None:
             self._key = handle.id
         for table in tables:
@@ -175,8 +169,7 @@ class ModuleHooks:
         handle.id = self._key
 
     def _watch_state_dict(self, module: nn.Module) -> None:
-        """Hook state_dict(), so that it returns CPU copies in the parameters' shapes. Hook load_state_dict(), so that
-        it finds the module's parameters gathered, and its changes are written to their homes."""
+        """Make state_dict() return CPU copies, and load_state_dict() write to the parameters' homes."""
         params = {name: param for name, param in module._parameters.items() if param is not None}
         before_save, after_save = _Hook(self._before_save, params), _Hook(self._after_save, params)
         self._handles.append(module.register_state_dict_pre_hook(before_save))  # type: ignore[no-untyped-call]

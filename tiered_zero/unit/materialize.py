@@ -1,14 +1,12 @@
 """Give parameters their first values: from the model as it was built, from safetensors files, or from initialisers.
 
-A model built on the meta device has shapes and no bytes. It gets its values one module group at a time: they are made
-on the CPU in the dtype that the model declares, written to their tiers, and freed before the next group is made. So a
-model larger than host memory can start.
+A model built on the meta device gets its values one module after another: they are made on the CPU, written to their
+tiers, and freed. So the model may be larger than host memory.
 
 [Note: Initialisers run as they do in a constructor]
-First each module's `reset_parameters()` runs, then the model's `_init_weights(module)`. Children come before parents,
-and the group's ancestors last: a parent's initialiser overrides its child's. They run on a stand-in: a copy of the
-module tree in which all tensors are on meta except those that need values. So the other tensors may be offloaded
-already, or not made yet, and tensors with values keep them."""
+First each module's `reset_parameters()` runs, then the model's `_init_weights(module)`. Parents come after children,
+because their initialisers override those of children. Initialisers run on a stand-in: a copy of the module tree on meta
+that holds only the tensors that need values. So other tensors may be offloaded already, and keep their values."""
 
 from __future__ import annotations
 
@@ -46,10 +44,7 @@ _TRIM_NBYTES = 4 * MIB
 @dataclass(frozen=True, kw_only=True)
 class _Blank:
     """A parameter or buffer that has memory but no values yet. `names`: all its names in the model. `version`: its
-    version counter when it got memory.
-
-    It is set once code has written to it or has put another tensor in its place, and always if it has no
-    elements."""
+    version counter when it got memory."""
 
     names: tuple[str, ...]
     tensor: torch.Tensor
@@ -61,17 +56,15 @@ class _Blank:
         return found
 
     def is_set(self, model: nn.Module) -> bool:
+        """Return whether code has written to the tensor or replaced it; True for a tensor without elements."""
         current = self.current(model)
         return current is not self.tensor or current._version != self.version or not current.numel()
 
 
 @final
 class Materializer:
-    """Gives a model's meta parameters and buffers values on the CPU, in place. Driver thread.
-
-    A parameter keeps its identity, so tied names stay tied. Tensors that have values keep them. `weights`: the files to
-    read values from; tensors that are in no file get values from initialisers. None: there are no files. `specs`: the
-    model's parameters."""
+    """Gives a model's meta parameters and buffers values on the CPU, in place. Driver thread. `weights`: the files to
+    read values from; what is in no file gets values from initialisers."""
 
     def __init__(self, model: nn.Module, weights: WeightFiles | None, specs: Mapping[nn.Parameter, ParamSpec]) -> None:
         self._model = model
@@ -86,8 +79,8 @@ class Materializer:
                 self._fill(path, {}, {path: module})
 
     def fill(self, prefix: str, params: Sequence[nn.Parameter]) -> None:
-        """Fill `params`, which lie under the module named `prefix`, and the buffers of their modules. Raises ModelError
-        if nothing initialises one of them."""
+        """Fill `params` and the buffers of their modules; all lie under the module named `prefix`. Raises ModelError if
+        nothing initialises one of them."""
         missing = {param: self._specs[param] for param in params if param.is_meta}
         modules = self._model.get_submodule(prefix).named_modules(prefix=prefix)
         owners = {path: m for path, m in modules if any(p in missing for p in m.parameters(recurse=False))}
@@ -156,12 +149,11 @@ class Materializer:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UnitPlacer:
-    """Makes parameters views of their unit's flat, and writes their values. The masters get fp32 values; the unit's
-    home gets values rounded to the unit's dtype.
+    """Makes parameters views of their unit's flat, and writes their values: in fp32 to the masters, and in the unit's
+    dtype to its home.
 
-    `store_masters(unit, masters)`: writes the masters [P], fp32. `resumed`: None in a new run. In a resumed run, whose
-    masters are stored already, `resumed(unit)` returns the saved parameters [P] of a unit; at least this rank's part of
-    them is valid."""
+    `store_masters(unit, masters)`: writes the masters, [P] fp32. `resumed(unit)`: returns the saved parameters [P] of a
+    unit, valid at least in this rank's shard; None in a new run. A resumed run has its masters already."""
 
     pager: Pager
     events: StepEvents
@@ -191,12 +183,8 @@ def materialize_model(
     params_of: Callable[[Unit], Sequence[nn.Parameter]],
     placer: UnitPlacer,
 ) -> None:
-    """Place every unit, module by module: first all units of one module, then those of the next. `params_of(unit)`:
-    returns the unit's parameters.
-
-    The memory that parameters had is freed unit by unit. After a failure in the middle some parameters of the model are
-    gone, and reading them raises. So check everything that can be checked before this call. Freed blocks go back to the
-    system once per `_TRIM_NBYTES`, since a walk over the heap takes longer than placing a small unit."""
+    """Place every unit, module after module, and free the memory that its parameters had. `params_of`: a unit's
+    parameters. After a failure some parameters are gone, and reading them raises: check what can be checked before."""
     materializer.fill_buffers()
     freed_nbytes = num_placed = 0
     num_parameters, next_line_s = sum(unit.numel for unit in units), time.monotonic() + PROGRESS_S
@@ -209,7 +197,7 @@ def materialize_model(
                 freed_nbytes += unit.nbytes
                 num_placed += unit.numel
         del params, own
-        if freed_nbytes >= _TRIM_NBYTES:
+        if freed_nbytes >= _TRIM_NBYTES:  # a walk over the heap takes longer than placing a small unit
             trim_malloc()
             freed_nbytes = 0
         if time.monotonic() >= next_line_s:
@@ -227,8 +215,8 @@ def _flatten(unit: Unit, params: Sequence[nn.Parameter], dtype: torch.dtype) -> 
 
 
 def _buffer_dtype(module: nn.Module, buffer: torch.Tensor, device: torch.device) -> torch.dtype:
-    """Return the buffer's dtype on the device: its own. One exception: on the CPU, torch needs the statistics of a
-    batch norm in the dtype of its weight."""
+    """Return the buffer's dtype on the device: its own, or on the CPU that of the weight for statistics of a batch
+    norm."""
     if device.type == "cpu" and isinstance(module, _NormBase) and module.weight is not None:
         return module.weight.dtype if buffer.is_floating_point() else buffer.dtype
     return buffer.dtype
@@ -254,10 +242,8 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _holding(stand_in: nn.Module, owners: Mapping[str, nn.Module], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Context manager that puts `tensors` into the stand-in, under the names that they have in the modules `owners`
-    (path -> module). At the end of the block the stand-in gets its own tensors back.
-
-    If an initialiser has replaced a buffer of the stand-in, the module in `owners` gets the new buffer."""
+    """Put `tensors` into the stand-in for the length of the block, under their names in `owners` (path -> module). A
+    buffer that an initialiser replaces is then replaced in `owners` too."""
     held = {id(tensor) for tensor in tensors}
     slots: list[tuple[Any, Any, str, Any]] = []
     for path, owner in owners.items():
@@ -276,13 +262,12 @@ def _holding(stand_in: nn.Module, owners: Mapping[str, nn.Module], tensors: Sequ
 
 
 def _give_memory(param: nn.Parameter, name: str) -> None:
-    """Give a meta parameter memory, in place. `name`: its name, for the error. Raises ModelError if something else
-    holds the parameter. `torch.utils.swap_tensors` does the same, but refuses parameters with weak references; here
-    these stay valid."""
+    """Give the meta parameter `name` memory, in place. Raises ModelError if something else holds the parameter."""
     value = nn.Parameter(temporary_zeros(param.shape, param.dtype), param.requires_grad)
     try:
         if _is_held(param):
             raise RuntimeError("it is referred to more than once")
+        # torch.utils.swap_tensors does the same, but refuses parameters with weak references
         torch._C._swap_tensor_impl(param, value)
     except RuntimeError as error:
         raise ModelError(
@@ -293,8 +278,7 @@ def _give_memory(param: nn.Parameter, name: str) -> None:
 
 
 def _is_held(param: nn.Parameter) -> bool:
-    """Return whether anything refers to the parameter except its Python object and the autograd node that takes its
-    gradients."""
+    """Return whether anything refers to the parameter except its Python object and its gradient's autograd node."""
     count = param._use_count()  # type: ignore[attr-defined]
     if count == 2 and param.requires_grad:
         edge = torch.autograd.graph.get_gradient_edge(param)  # makes the node if there is none: then it was not that

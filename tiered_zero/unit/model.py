@@ -1,6 +1,4 @@
-"""Describe a model to the layout: its parameters and its module tree.
-
-Refuse a model whose parameters cannot be paged, before anything is allocated."""
+"""Describe a model to the layout: its parameters and its module tree. Refuse parameters that cannot be paged."""
 
 from __future__ import annotations
 
@@ -22,11 +20,9 @@ from tiered_zero.unit.quantized_layers import statistics
 def list_params(
     model: nn.Module, cast: Callable[[torch.dtype], torch.dtype], trains: bool = True
 ) -> dict[nn.Parameter, ParamSpec]:
-    """List every parameter of the model once, by identity, with its ParamSpec.
-
-    The order is that of `model.parameters()`; the scales of layers quantized to 4 bits come last. `cast`: maps a
-    parameter's dtype to its dtype on the device. `trains`: False marks every parameter as frozen. Raises ModelError if
-    the model has no parameters, a lazy parameter (without a shape yet), or one that is no plain tensor."""
+    """List every parameter of the model once, with its ParamSpec, in the order of `model.parameters()`. The scales of
+    layers quantized to 4 bits come last. `cast`: maps a dtype to the one on the device. `trains`: False marks all as
+    frozen. Raises ModelError if there are no parameters, or if a parameter is lazy or no plain tensor."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         if is_lazy(param):
@@ -71,8 +67,8 @@ def list_params(
 
 
 def module_tree(model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec], name: str = "") -> ModuleSpec:
-    """Describe `model` as a tree of modules. `specs`: the parameters of the whole model, as `list_params` returns them.
-    `name`: the qualified name of `model`; empty for the root."""
+    """Describe `model` as a tree of modules. `specs`: those of the whole model. `name`: the qualified name of `model`;
+    empty for the root."""
     return ModuleSpec(
         name=name,
         params=tuple(specs[param].index for param in _own_params(model)),
@@ -93,21 +89,20 @@ def _own_params(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """Return whether the module holds blocks, or experts, that run one by one. A Sequential of plain layers does not:
-    it is the inside of one block."""
+    """Return whether the module holds blocks or experts that run one by one; a Sequential of plain layers does not."""
     if isinstance(module, nn.Sequential):
         return sum(any(True for grandchild in child.children()) for child in module) > 1
     return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) > 1
 
 
 def kept_stride(param: nn.Parameter) -> tuple[int, ...] | None:
-    """Return a parameter's strides if they are dense but not row-major, as with channels_last; else None. The flat
-    keeps these strides, since kernels and sums follow the order in memory."""
+    """Return a parameter's strides if they are dense but not row-major, as with channels_last; else None."""
     with torch._C.DisableTorchFunctionSubclass():
         if param.layout is not torch.strided or not param.numel():
             return None
         if not torch.ops.aten.is_non_overlapping_and_dense(param):
             return None
+        # the flat keeps other strides: kernels and sums follow the order in memory
         row_major = torch.empty(param.shape, device="meta").stride()
         return None if param.stride() == row_major else tuple(param.stride())
 
@@ -123,18 +118,15 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def packed_nbytes(buffers: Iterable[torch.Tensor]) -> int:
-    """Return the bytes, rounded up to whole pages, that buffers take one after another, each at a multiple of 128
-    bytes. An element takes at least 4 bytes, since a device may hold small floats as fp32."""
+    """Return the bytes, in whole pages, that buffers take one after another, each at a multiple of 128 bytes."""
+    # at least 4 bytes an element: a device may hold small floats as fp32
     sizes = (buffer.numel() * max(buffer.dtype.itemsize, 4) for buffer in buffers)
     return align_up(sum(align_up(nbytes, PACKED_ALIGNMENT_NBYTES) for nbytes in sizes), PAGE_NBYTES)
 
 
 def check_memory(model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec]) -> None:
-    """Raise ModelError for a model whose memory cannot be paged. `specs`: the model's parameters.
-
-    * It contains compiled TorchScript.
-    * A parameter shares memory with another parameter or a buffer, or its own elements overlap.
-    * A parameter is a transposed part of a larger tensor, whose strides cannot be kept."""
+    """Raise ModelError if the model contains compiled TorchScript, if a parameter shares memory with another tensor or
+    within itself, or if its strides cannot be kept."""
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ModelError(
@@ -166,8 +158,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _is_paged(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is a parameter that an open engine pages, or one that a closed engine has paged and
-    whose values are lost."""
+    """Return whether the tensor is a parameter that an engine pages, or that a closed engine has paged."""
     return isinstance(tensor, nn.Parameter) and handler_of(tensor) is not None
 
 
@@ -193,10 +184,8 @@ def _check_dense(param: nn.Parameter, name: str) -> None:
 
 
 def _check_apart(sharing: list[_Owned]) -> None:
-    """Raise ModelError if two tensors of `sharing` overlap and at least one of the two is a parameter.
-
-    `sharing`: distinct tensors on one storage. Parts that do not overlap are allowed, such as weights cut out of one
-    tensor."""
+    """Raise ModelError if a parameter overlaps another tensor of `sharing`. `sharing`: distinct tensors on one
+    storage."""
     before: list[_Owned] = []
     for one in sorted(sharing, key=lambda own: _extent(own.tensor)):
         for other in before:

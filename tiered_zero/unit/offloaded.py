@@ -1,5 +1,5 @@
-"""Read and write weights at their homes, as plain CPU tensors: for state_dict(), for copies of modules, and after user
-code has changed weights."""
+"""Read and write weights at their homes as plain CPU tensors: for state_dict(), copies of modules, and changes by user
+code."""
 
 from __future__ import annotations
 
@@ -40,19 +40,17 @@ class OffloadedParams:
         on_change: Callable[[Unit, torch.Tensor, torch.Tensor | None], None],
         cuts: Callable[[Unit], Sequence[int]] | None = None,
     ) -> None:
-        """`on_change(unit, flat, old)`: updates the fp32 masters after user code has changed parameters. `flat`: the
-        new values, [P] on the CPU. `old`: the values before the change; None without `cuts`.
+        """`on_change(unit, flat, old)`: updates the masters after user code has changed parameters. `flat`: the new
+        values, [P] on the CPU. `old`: the values before; None without `cuts`.
 
-        `cuts(unit)`: returns where the update's parts of a unit begin: the first element of each. Given if the update
-        reads parameters; None if it does not, because masters are stored. With `cuts`, `store` writes each part
-        separately: a checksum belongs to one write, and the update reads and verifies one part at a time."""
+        `cuts(unit)`: returns the first element of each part that the update reads; None if the update reads no
+        parameters."""
         self._inventory, self._staging = inventory, staging
         self._accelerator, self._ranks = runtime.accelerator, runtime.collectives
         self._on_change, self._cuts = on_change, cuts
 
     def read(self, unit: Unit) -> torch.Tensor:
-        """Return a copy of the values of a unit that has a home: [P] of its dtype, on the CPU. If the home holds a
-        shard, gather all shards."""
+        """Return a copy of the values at a unit's home, with the shards of all ranks: [P] of its dtype, on the CPU."""
         own = self._read_home(unit)
         flat = own if own.numel() == unit.numel else torch.empty(unit.numel, dtype=unit.dtype)
         if flat is not own:
@@ -60,8 +58,8 @@ class OffloadedParams:
         return flat
 
     def read_own(self, unit: Unit) -> torch.Tensor:
-        """Return this rank's values of a unit that has a home: [P] of its dtype on the CPU, in which the elements of
-        other ranks are undefined."""
+        """Return this rank's values at a unit's home: [P] of its dtype, on the CPU. Elements of other ranks are
+        undefined."""
         own, elements = self._read_home(unit), self._inventory.home(unit, "param").elements(unit)
         if own.numel() == unit.numel:
             return own
@@ -74,29 +72,24 @@ class OffloadedParams:
         return read_slot(home, 0, home.slot.nbytes, self._staging).view(unit.dtype)
 
     def store(self, unit: Unit, flat: torch.Tensor) -> None:
-        """Write `flat`, [P] of the unit's dtype on the CPU, to the unit's home. If the home holds a shard, write only
-        this rank's shard."""
+        """Write `flat`, [P] on the CPU, to the unit's home. If the home holds a shard, write only this rank's shard."""
         home = self._inventory.home(unit, "param")
         own = home.elements(unit)
         starts = sorted({own.start, *(self._cuts(unit) if self._cuts is not None else ())})
-        for start, stop in pairwise([*starts, own.stop]):
+        for start, stop in pairwise([*starts, own.stop]):  # the update verifies one write's checksum for each part
             write_slot(home, (start - own.start) * unit.itemsize, flat[start:stop], self._staging)
 
     # -- changes by user code ------------------------------------------------------------------------------------------
 
     @runs_outside_modes
     def remember(self, paged: PagedUnit) -> torch.Tensor | None:
-        """Return a copy of a unit on the CPU before user code changes it, if `write_back` needs one as `old`; else
-        None."""
+        """Return a CPU copy of a unit before user code changes it; None if `write_back` needs none."""
         return paged.storage.flat.to("cpu", copy=True) if self._cuts is not None and paged.unit.trainable else None
 
     @contextmanager
     def changing(self, paged: PagedUnit) -> Iterator[None]:
-        """Context manager around user code that changes the unit. At the end of the block the ranks agree whether the
-        code has raised.
-
-        If it has raised on some ranks only, the run ends: these ranks raise the code's error, and the others raise
-        RankError. The run cannot go on, because some units may be written already, and would differ between ranks."""
+        """Context manager around user code that changes the unit. If the code raises on some ranks only, the run ends:
+        these ranks raise its error, the others RankError."""
         try:
             yield
         except Exception as error:
@@ -116,16 +109,14 @@ class OffloadedParams:
         failed = [rank for rank, text in enumerate(found) if text]
         if failed and len(failed) < len(found):
             message = f"the code inside of gathered() has raised on rank {failed[0]} alone: {found[failed[0]]}"
-            self._ranks.fail(message)
+            self._ranks.fail(message)  # some units may be written already, and would differ between ranks
             if not error:
                 raise RankError(f"Rank {failed[0]} failed, which ends the run on all {len(found)} ranks: {message}")
 
     @runs_outside_modes
     def write_back(self, paged: PagedUnit, old: torch.Tensor | None, modifier_rank: int = 0) -> None:
-        """Write a unit that user code has changed to its home, and update its masters. `old`: what `remember` has
-        returned. Every rank calls this, and gets the values of rank `modifier_rank`.
-
-        Call `TrainStep.before_weights_write` first: no update may run, and no state may be prefetched."""
+        """Write a unit that user code has changed to its home, and update its masters. All ranks call this, and get the
+        values of `modifier_rank`. `old`: from `remember`. Call `TrainStep.before_weights_write` first."""
         unit, storage = paged.unit, paged.storage
         paged.renew()
         storage.reattach(keep=True)
@@ -145,8 +136,7 @@ class OffloadedParams:
 
 @final
 class ParamCopies:
-    """Copies parameters for user code, and reads each unit once for several copies in a row. Driver thread. If homes
-    hold shards, every rank must make the same calls."""
+    """Copies parameters for user code. Driver thread. If homes hold shards, every rank must make the same calls."""
 
     def __init__(
         self,
@@ -160,9 +150,8 @@ class ParamCopies:
         self._units, self._cache = units, cache
         self._by_param: dict[nn.Parameter, torch.Tensor] = {}
         self._last: list[tuple[Unit, int, torch.Tensor]] = []
-        """Flats that are kept for later copies, as (unit, its version, its flat): that of the unit read last, after
-        those of the modules around its module, whose parameters may come before and after it. Cleared when a module
-        begins to run."""
+        """Flats kept for later copies, as (unit, its version, its flat): that of the unit read last, after those of the
+        modules around its module. Cleared when a module begins to run."""
         self._depth = 0
         self.call: FrameType | None = None
         """The Python frame of torch's call that takes a state_dict."""
@@ -173,9 +162,8 @@ class ParamCopies:
         return self._depth > 0
 
     def start(self, before_weights_read: Callable[[], None], params: Iterable[nn.Parameter]) -> None:
-        """Begin the state_dict of a module. The state_dict of a child begins and ends inside that of its parent; only
-        the outermost one calls `before_weights_read`. `params`: the module's parameters. Raises BudgetError if homes
-        hold shards and host memory has no room for a whole copy of `params`."""
+        """Begin the state_dict of a module. Of nested ones only the outermost calls `before_weights_read`. Raises
+        BudgetError if sharded `params` do not fit into host memory as whole copies."""
         if self.was_broken_off():
             self._driver.was_broken_off = True
             self.end()
@@ -194,8 +182,7 @@ class ParamCopies:
         return self.call is not None and not is_running(self.call)
 
     def _check_room(self, params: Iterable[nn.Parameter]) -> None:
-        """Raise BudgetError if homes hold shards and a host has no room for one whole copy of `params` for each of its
-        ranks. Either all ranks raise, or none does."""
+        """Raise BudgetError, on all ranks, if whole copies of sharded `params` do not fit into the memory of a host."""
         places = [
             (paged, paged.unit.entries[paged.params[p]]) for p in params if (paged := self._units.by_param.get(p))
         ]
@@ -218,8 +205,7 @@ class ParamCopies:
             self._depth -= 1
 
     def end(self) -> None:
-        """End the taking of a state_dict, also if an interrupt has ended it halfway. The next state_dict waits for
-        updates again and makes new copies."""
+        """End a state_dict, also one that an interrupt has ended halfway, and drop its copies."""
         if self._depth:
             self._driver.leave()
         self._depth = 0
@@ -229,8 +215,8 @@ class ParamCopies:
 
     @runs_outside_modes
     def take(self, param: nn.Parameter) -> torch.Tensor:
-        """Return a copy of the parameter on the CPU, in its shape, whether its unit is on the device or offloaded.
-        While a state_dict is taken, tied names get the same tensor."""
+        """Return a copy of the parameter on the CPU, in its shape. In one state_dict, tied names get the same
+        tensor."""
         if param in self._by_param:
             return self._by_param[param]
         if (paged := self._units.by_param.get(param)) is None:  # it has no elements
@@ -243,8 +229,7 @@ class ParamCopies:
         return value
 
     def _read(self, paged: PagedUnit) -> torch.Tensor:
-        """Return the flat of an offloaded unit. Use the flat of an earlier read if the unit's values have not changed
-        since."""
+        """Return the flat of an offloaded unit, from an earlier read if the values have not changed since."""
         if self._cache.is_closed:
             self._cache.refuse_closed(paged)
         for unit, version, flat in self._last:

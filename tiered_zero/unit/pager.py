@@ -1,5 +1,4 @@
-"""Track the units in use and their users: forward, backward, updates and user code all begin and end the use of a unit
-here."""
+"""Track the units in use and their users: forward, backward, updates and user code begin and end each use here."""
 
 from __future__ import annotations
 
@@ -31,26 +30,24 @@ from tiered_zero.unit.unit import FlatStorage, PagedUnit, StepEvents, UnitState,
 
 @dataclass(kw_only=True)
 class Frame:
-    """A running module, or the engine's forward: one entry of the pager's stack.
-
-    `thread`: the thread that runs the module. `held`: units that stay in use until the module ends, in the pass
-    `pass_name`. `faulted`: units that were fetched because the module called a function with one of their offloaded
-    parameters. They may be evicted before the module ends. `is_inside_hooks`: whether hooks for saved tensors were
-    set when the module began. `disables_cast_cache`: whether autocast's cache is off while the module runs (see
-    [Note: Casts of weights])."""
+    """A running module, or the engine's forward: one entry of the pager's stack."""
 
     thread: int
     pass_name: str = ""
     held: list[PagedUnit] = field(default_factory=list)
+    """Units that stay in use until the module ends, in the pass `pass_name`."""
     faulted: list[PagedUnit] = field(default_factory=list)
+    """Units fetched because the module called a function with their parameters. They may be evicted earlier."""
     is_inside_hooks: bool = False
+    """Whether `SavedViews.end_inside` must be called when the module ends."""
     disables_cast_cache: bool = False
+    """Whether autocast's cache is off while the module runs. [Note: Casts of weights]"""
 
 
 @dataclass(kw_only=True)
 class DirectCall:
-    """A call of `module` by the user on `thread`, without the engine. `frame`: the Python frame of torch's call of the
-    module; None if the module is compiled. `saving`: the hooks for saved tensors that were set for the call."""
+    """A call of `module` by the user without the engine. `frame`: the Python frame of torch's call; None if the module
+    is compiled. `saving`: the hooks for saved tensors set for this call."""
 
     module: nn.Module
     thread: int
@@ -60,11 +57,8 @@ class DirectCall:
 
 @final
 class Pager:
-    """Owns the state of every unit. A resident unit is always in use, except while it waits for its update.
-
-    Driver thread, or autograd's threads while the driver waits in backward. Three objects share the units: `cache`
-    (which units are on the device), `copies` (copies of parameters for user code) and `saved_views` (what autograd
-    saves)."""
+    """Owns the state of every unit. A resident unit is always in use, except while it waits for its update. Driver
+    thread, or autograd's threads while the driver waits in backward."""
 
     def __init__(
         self,
@@ -74,8 +68,7 @@ class Pager:
         limits: PagerLimits,
         mover: TensorMover | None = None,
     ) -> None:
-        """`mover`: gets the tensors that autograd saves, except views of a unit, and moves them off the device. None:
-        they stay on it."""
+        """`mover`: moves the tensors that autograd saves, except views of units, off the device. None: they stay."""
         self._accelerator = runtime.accelerator
         self._ledger = runtime.ledger
         self._recorder = runtime.recorder
@@ -95,8 +88,7 @@ class Pager:
         self.saved_views = SavedViews(self.units, self._fault_in_saved, mover)
         self.copies = ParamCopies(offloaded_params, runtime, self.driver, self.units, self.cache)
         self.num_uses = 0
-        """The number of frames, gathers and copies so far: callers compare it to see whether weights were used in
-        between."""
+        """The number of uses of weights so far: frames, gathers and copies."""
         self._watched: set[PagedUnit] = set()
         """Units with parameters whose memory user code has got."""
         self._swapped: dict[tuple[Owner, str], Home] = {}
@@ -106,7 +98,7 @@ class Pager:
 
     def adopt(self, unit: Unit, params: Sequence[nn.Parameter], events: StepEvents) -> None:
         """Give the unit a new flat, and make `params` views of it; their former bytes are dropped. The flat of a paged
-        unit has no memory yet. `events`: is called before uses of the unit."""
+        unit has no memory yet."""
         place = None
         memory: AbstractContextManager[None] = nullcontext()
         if (home := self._inventory.find(unit, "param")) is None:
@@ -127,8 +119,7 @@ class Pager:
         self.units.add(paged)
 
     def store(self, unit: Unit, flat: torch.Tensor) -> None:
-        """Write `flat`, [P] on the CPU, as the first values of a unit: to the device if the unit lives there, else to
-        its home."""
+        """Write `flat`, [P] on the CPU, as the first values of a unit, to the device or to the unit's home."""
         paged = self.units.by_index[unit.index]
         if not paged.is_resident:
             self.offloaded_params.store(unit, flat)
@@ -141,16 +132,14 @@ class Pager:
     # -- use -------------------------------------------------------------------------------------------------------
 
     def _acquire(self, paged: PagedUnit, pass_name: str) -> None:
-        """Add a user, and make the unit's parameters usable for all compute that is launched from now on. Pairs with
-        `_release`."""
+        """Add a user, and make the unit usable for compute launched from now on. Pairs with `_release`."""
         if not paged.unit.trainable:
             paged.storage.count_references(is_recomputed=pass_name == "backward")
         self._bring(paged, pass_name)
         paged.add_user()
 
     def _release(self, paged: PagedUnit, pass_name: str) -> None:
-        """Remove a user. If it was the last one, the pass decides: in forward, guard or evict the unit; in backward,
-        leave it in use until its memory is needed."""
+        """Remove a user. After the last one, guard or evict the unit; in backward, leave it in use."""
         paged.remove_user()
         if pass_name != "backward":
             self.cache.retire(paged)
@@ -183,13 +172,9 @@ class Pager:
         paged.begin_use()
 
     def _wait_update(self, paged: PagedUnit, unit_update: UnitUpdate) -> None:
-        """Block until the unit's last update lets the unit be used.
-
-        For a unit that lives on the device, wait until the update is written. For any other unit, wait until the new
-        parameters are computed: the update then no longer needs the gradients, and the fetch can take new parameters
-        from staging memory. Raises the update's error if it fails during the wait. If it has failed before, the error
-        is raised here for a unit that lives on the device, and by the fetch for any other."""
+        """Wait until the unit's last update lets the unit be used. Raises the update's error."""
         if not unit_update.written.done():
+            # a fetch takes computed parameters from staging memory; it raises the error of an update that has failed
             with self._recorder.span("compute", "wait_update", paged.unit.name):
                 (unit_update.written if paged.is_resident else unit_update.computed).wait()
         elif paged.is_resident:
@@ -267,8 +252,7 @@ class Pager:
         return bool(self.frames)
 
     def is_called_directly(self) -> bool:
-        """Return whether a forward that begins now is a direct call: the user calls the module, and neither the engine
-        nor another module nor a backward runs."""
+        """Return whether a forward that begins now is called by the user: no engine call, module or backward runs."""
         return not self.frames and self.phase.now is Phase.IDLE and torch._C._current_graph_task_id() == -1
 
     # -- modules that the user calls directly --------------------------------------------------------------------------
@@ -279,8 +263,7 @@ class Pager:
         self.direct = DirectCall(module=module, thread=threading.get_ident(), frame=_find_module_call())
 
     def save_direct(self) -> None:
-        """Make autograd save views by name, not by address, until `end_direct`. Called after the frame of the direct
-        call was opened."""
+        """Make autograd save views by name until `end_direct`. Call this after the frame of the direct call is open."""
         if self.direct is not None:
             self.direct.saving = self.saved_views.begin()
 
@@ -305,10 +288,8 @@ class Pager:
 
     @runs_outside_modes
     def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
-        """Fetch the units of `params` together for `function`, which is called with these parameters; the first is
-        offloaded.
-
-        Raises ParameterOffloadedError outside of forward and backward. See [Note: Entry points]."""
+        """Fetch the units of `params`, arguments of `function`; the first is offloaded. Raises ParameterOffloadedError
+        outside of forward and backward. [Note: Entry points]"""
         paged_units = [self.units.by_param[param] for param in params]
         paged_units[0].events.notice_backward()
         if self.driver.other() is not None or not (self.frames or self._is_in_backward()):
@@ -327,9 +308,7 @@ class Pager:
         self.saved_views.save_recomputed()
 
     def _refuse_if_offloaded(self, param: nn.Parameter, paged: PagedUnit, function: str) -> None:
-        """Raise ParameterOffloadedError for `param`, unless its unit is in use or lives on the device. (A unit that
-        lives on the device and is not in use waits for its update; its bytes need no fetch.) `function`: what the user
-        called, for the error."""
+        """Raise ParameterOffloadedError for `param`, unless its unit is in use or resident."""
         if paged.state is UnitState.IN_USE or paged.is_resident:
             return
         if self.cache.is_closed:
@@ -339,9 +318,8 @@ class Pager:
         raise offloaded_error(function, name, tier, paged.unit.dtype, self._accelerator.device)
 
     def _fault_in_saved(self, unit_index: int, version: int | None) -> FlatStorage:
-        """Fetch a unit for a saved view that autograd unpacks, and return the unit's storage. `version`: the unit's
-        version when the view was saved; None: any version will do. Raises ModelError if the unit's weights have changed
-        since."""
+        """Fetch a unit for a saved view, and return its storage. `version`: that of the unit when the view was saved;
+        None: any. Raises ModelError if the unit's weights have changed since."""
         paged = self.units.by_index[unit_index]
         if torch._C._current_graph_task_id() != self.phase.task:
             paged.events.notice_backward()
@@ -358,8 +336,7 @@ class Pager:
 
     @runs_outside_modes
     def finish_gradients(self, unit: Unit) -> None:
-        """Guard or evict a unit that backward holds. All its gradients have arrived, so no later node is expected to
-        need it."""
+        """Guard or evict a unit that backward holds, once all its gradients have arrived."""
         self.cache.retire(self.units.by_index[unit.index])
 
     @runs_outside_modes
@@ -372,21 +349,16 @@ class Pager:
     # -- updates -------------------------------------------------------------------------------------------------------
 
     def invalidate(self) -> None:
-        """Begin a change of all trainable units: evict those that are paged, because their homes are about to change.
-        Those that live on the device keep their bytes and are changed there.
-
-        If other code holds a view of a paged unit's flat, the flat keeps its memory, filled with NaN, until the unit's
-        next use fetches new values into it. Raises ModelError if a paged unit is in use, or if user code has changed
-        parameters but not their homes."""
+        """Begin a change of all trainable units: evict paged units; resident ones are changed where they are. Raises
+        ModelError if a paged unit is in use, or if user code has changed parameters but not their homes."""
         for paged in self.units.by_index.values():
             if paged.unit.trainable:
                 self._invalidate(paged)
         self.cache.refuse()
 
     def invalidate_all(self) -> None:
-        """Begin a change of every unit, also of frozen ones, because all units are about to be loaded. Do what
-        `invalidate` does, with one exception: if user code has changed a frozen unit that lives on the device, no error
-        is raised, because that is allowed at any time."""
+        """Begin a load of all units: do what `invalidate` does, for frozen units too. A change by user code of a frozen
+        resident unit raises no error."""
         for paged in self.units:
             if paged.unit.trainable or not paged.is_resident:
                 self._invalidate(paged)
@@ -409,24 +381,21 @@ class Pager:
             paged.storage.blank()
 
     def end_update(self) -> None:
-        """Record the version counters of resident units in use, after an update has changed them. Later changes count
-        as changes by user code."""
+        """Begin to watch resident units in use for changes by user code, after an update has changed them."""
         for paged in self.units.by_index.values():
             if paged.is_resident and paged.state is UnitState.IN_USE:
                 paged.storage.begin_watch()
 
     def begin_back_update(self) -> None:
-        """Prepare the swap of homes that ends a delayed update. The update writes the "param_back" homes while compute
-        reads the "param" homes."""
+        """Prepare for a delayed update, which writes the "param_back" homes while compute reads the "param" homes."""
         find, units = self._inventory.find, [paged.unit for paged in self.units if not paged.is_resident]
         homes = [(unit, back, find(unit, "param")) for unit in units if (back := find(unit, "param_back")) is not None]
         self._swapped = {(unit, "param"): back for unit, back, _ in homes}
         self._swapped |= {(unit, "param_back"): home for unit, _, home in homes if home is not None}
 
     def swap_param_buffers(self) -> None:
-        """Swap the "param" and "param_back" homes of each paged unit. For a unit that lives on the device, copy its
-        "param_back" home to the device instead. If this raises, the caller must call it again before weights are used.
-        """
+        """Swap the "param" and "param_back" homes of paged units; copy the "param_back" home of a resident unit to the
+        device. If this raises, call it again before weights are used."""
         self.invalidate()
         for paged in self.units:
             if paged.is_resident and (back := self._inventory.find(paged.unit, "param_back")) is not None:
@@ -435,8 +404,8 @@ class Pager:
         self.end_update()
 
     def block_for_update(self) -> None:
-        """Make the next use of every trainable unit wait for the unit's own update: guard the unit, or evict it. Called
-        when the step is taken. Units whose update began in backward may be used again after their update."""
+        """Guard or evict every trainable unit when the step is taken, so that its next use waits for its own update.
+        Unblock the units whose update began in backward."""
         begun = {paged for paged in self.units if paged.weights is WeightState.UPDATING}
         self.unblock()
         for paged in self.units:
@@ -448,8 +417,8 @@ class Pager:
         self.cache.refuse()
 
     def block_unit_for_update(self, unit: Unit) -> bool:
-        """Make every use of a unit raise until the step is taken, because its update begins in backward; return True.
-        If the unit is in use, change nothing and return False."""
+        """Make every use of a unit raise until the step is taken, because its update begins in backward. Return False,
+        with nothing changed, if the unit is in use."""
         paged = self.units.by_index[unit.index]
         if paged.storage.is_viewed or (paged.num_users and not paged.is_resident):
             return False
@@ -462,8 +431,7 @@ class Pager:
         return True
 
     def unblock(self) -> None:
-        """Allow uses of units that `block_unit_for_update` has blocked. Called when the step is taken, or when their
-        updates were dropped before they began."""
+        """Undo `block_unit_for_update`: the step is taken, or the updates were dropped before they began."""
         for paged in self.units:
             paged.unblock()
 
@@ -471,8 +439,8 @@ class Pager:
 
     @runs_outside_modes
     def abort(self) -> None:
-        """Close every frame, evict units without users, and count all users and bytes anew. Called after a failure,
-        when no module runs. A unit that a transfer still fetches stays, as if it were prefetched."""
+        """Close every frame, evict units without users, and count users and bytes anew, after a failure. No module may
+        run. A unit that a transfer still fetches stays."""
         if any(frame.disables_cast_cache and frame.thread == threading.get_ident() for frame in self.frames):
             torch.set_autocast_cache_enabled(True)
         self.frames.clear()
@@ -488,8 +456,7 @@ class Pager:
         self.saved_views.abort()
 
     def close(self) -> None:
-        """End the pager. Parameters that live on the device keep their values; the values of all others are lost with
-        their tiers."""
+        """End the pager. Resident parameters keep their values; all others are lost with their tiers."""
         self.cache.is_closed = True
         for paged in self.units:
             had_users = paged.num_users
@@ -512,11 +479,8 @@ class Pager:
 
     @runs_outside_modes
     def watch(self, param: nn.Parameter) -> None:
-        """Copy the values of a parameter in use, because user code is about to get its memory. A later comparison with
-        the copy shows whether user code changed them. [Note: Writes through .data]
-
-        Before that, end the watch of other units: of each unit of which no view is left and which no `gathered` block
-        may change. To end a watch, compare the unit's values with their copies, and drop the copies."""
+        """Copy the values of a parameter in use before user code gets its memory. [Note: Writes through .data]"""
+        # end the watch of other units that have no views: compare with their copies, and drop these
         for paged in [other for other in self._watched if not (other.num_writers or other.storage.is_viewed)]:
             self.cache.look(paged)
             self._watched.discard(paged)
@@ -531,8 +495,7 @@ class Pager:
 
     @runs_outside_modes
     def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Return a copy of the parameter on the CPU, for a copy or a pickle of its module; return None while modules
-        run, and after the engine is closed."""
+        """Return a copy of the parameter on the CPU; None while modules run, and after the engine is closed."""
         if self.cache.is_closed or self.frames or self._is_in_backward():
             return None
         with self.driver.entered("A copy of a parameter"):
@@ -546,11 +509,8 @@ def _find_module_call() -> FrameType | None:
 
 @final
 class WholeWeights:
-    """Gathers units after an update, in which each rank has changed only its shard. So weights are whole between steps,
-    and one rank alone may evaluate or save them. Driver thread.
-
-    A unit is gathered in its own flat and needs no other memory. `units`: the units that the optimizer steps, in static
-    order; empty if a shard is the whole unit, or if units are gathered for each use."""
+    """Gathers units after an update, in which each rank has changed only its shard. Driver thread. `units`: those that
+    the optimizer steps, in static order; empty if no unit is sharded, or if units are gathered for each use."""
 
     def __init__(self, runtime: Runtime, pager: Pager, units: Sequence[Unit]) -> None:
         self._accelerator = runtime.accelerator
@@ -559,16 +519,14 @@ class WholeWeights:
         self.units = units
 
     def end_update(self) -> None:
-        """Gather every unit of `units`; its flat already holds this rank's new shard. Then record the version counters
-        of resident units, as `Pager.end_update` does. Blocks; raises RankError."""
+        """Gather every unit of `units`, then call `Pager.end_update`. Blocks; raises RankError."""
         if self.units:
             with self._recorder.span("compute", "wait_param"):
                 wait_all([self.start(unit) for unit in self.units])
         self.pager.end_update()
 
     def start(self, unit: Unit) -> Transfer:
-        """Start to gather the shards of all ranks into the unit's flat, where this rank's shard has its new values
-        already."""
+        """Start to gather the shards of all ranks into the unit's flat, which holds this rank's new shard already."""
         flat = self.pager.storage(unit).flat.data  # has another version counter, so saved views stay valid
         shard = unit.shard(self._collectives.rank)
         own, name = flat[shard.start : shard.stop], f"the parameters of {unit.name}"

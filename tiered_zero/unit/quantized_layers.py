@@ -1,16 +1,14 @@
-"""Page layers that bitsandbytes has quantized to 4 bits (`Linear4bit`): their scales as well as their weights.
+"""Page layers that bitsandbytes has quantized to 4 bits (`Linear4bit`): their weights and their scales.
 
 [Note: Layers of 4 bits]
-bitsandbytes multiplies in an autograd function that keeps the packed weight as an attribute of its context, where hooks
-for saved tensors do not see it. So the memory of every such layer would stay on the device from forward to backward.
-Here the same operators run in a function that saves the weight as autograd's own functions do. The layer's unit is
-evicted after forward, also in a checkpoint of either kind, and is fetched again in backward.
-A `forward` in the instance of the module calls this function. A forward hook cannot do that: hooks run before and after
-the layer's forward, which calls bitsandbytes' function by a global name.
+bitsandbytes' autograd function keeps the packed weight as an attribute of its context, where hooks for saved tensors do
+not see it. The weight would stay on the device from forward to backward. So `_Matmul4bit` runs the same operators, but
+saves the weight as autograd's own functions do. A `forward` in the instance of the module calls it, because a hook
+cannot replace the call in the class's forward.
 The scales of the blocks (`absmax`, an eighth of the packed bytes) are plain tensors in the weight's `quant_state`.
-`statistics` makes parameters of them. These belong to the layer's unit but to no module, and keep their dtype. So the
-plan counts them, they are paged, and `state_dict()` has them under bitsandbytes' own keys. The tables of 16 and 256
-values stay on the device, as buffers do."""
+`statistics` makes parameters of them. These belong to the layer's unit but to no module, and keep their dtype;
+`state_dict()` has them under bitsandbytes' own keys. The tables of 16 and 256 values stay on the device, as buffers
+do."""
 
 from __future__ import annotations
 
@@ -35,8 +33,7 @@ def is_4bit(module: nn.Module) -> bool:
 
 
 def statistics(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the scales of a layer quantized to 4 bits, by the names under which bitsandbytes saves them; an empty dict
-    for another module."""
+    """Return the scales of a layer quantized to 4 bits, by bitsandbytes' names; an empty dict for another module."""
     if not is_4bit(module):
         return {}
     weight: Any = module.weight
@@ -44,8 +41,7 @@ def statistics(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _owners(state: Any) -> list[tuple[str, Any]]:
-    """Return (name of a scale, the object that has it as `absmax`): for the quant_state, and for its second state if
-    the scales are quantized too."""
+    """Return (name of a scale, the object that has it as `absmax`) for each scale of a quant_state."""
     return [("absmax", state), *([("nested_absmax", state.state2)] if state.nested else [])]
 
 
@@ -67,8 +63,7 @@ def _with_scales(state: Any, scales: Sequence[torch.Tensor | None]) -> Any:
 
 
 class Forward4bit:
-    """The `forward` of a paged layer that is quantized to 4 bits. In a copy or a pickle of the layer, the `forward` of
-    the layer's class takes its place."""
+    """The `forward` of a paged layer quantized to 4 bits. A copy or pickle of the layer has its class's `forward`."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module: Any = module
@@ -103,10 +98,9 @@ class Forward4bit:
         return found.to(x.dtype)
 
     def _class_forward(self, x: torch.Tensor, plain: Any) -> torch.Tensor:
-        """Run the `forward` of the layer's class with `plain` as the weight's quant_state. The scales in `plain` are
-        plain tensors, not parameters: bitsandbytes asks for the addresses of scales, and the engine would then watch a
-        parameter for changes ([Note: Writes through .data])."""
+        """Run the `forward` of the layer's class with `plain` as the weight's quant_state."""
         weight, state = self._module.weight, self._module.weight.quant_state
+        # bitsandbytes asks for the address of a scale: of a parameter, the engine would then watch the values
         weight.quant_state = plain
         try:
             found: torch.Tensor = type(self._module).forward(self._module, x)
@@ -119,16 +113,14 @@ class Forward4bit:
 
 
 def _fault_in(params: Sequence[nn.Parameter], function: str) -> None:
-    """Fetch the offloaded parameters among `params`, because the layer calls no function of torch that would fetch
-    them. `function`: the running function, for the error."""
+    """Fetch the offloaded parameters among `params`: the layer calls no function of torch that would fetch them."""
     if guarded := [param for param in params if isinstance(param, OffloadedParameter)]:
         others = [param for param in params if not isinstance(param, OffloadedParameter)]
         require_handler(guarded[0]).fault_in([*guarded, *others], function)
 
 
 class _Matmul4bit(torch.autograd.Function):
-    """Multiplies as bitsandbytes' MatMul4Bit does: the same operators in the same order. `quant_state`: the layer's,
-    with plain tensors as scales."""
+    """Multiplies as bitsandbytes' MatMul4Bit does: the same operators in the same order."""
 
     @staticmethod
     def forward(

@@ -1,10 +1,9 @@
 """Save a unit's views for backward by name (which unit, which version) instead of by address.
 
 [Note: Versions of saved tensors]
-Under saved-tensor hooks autograd compares no version counters, and keeps what `pack` returns as it is. So `pack`
-records the version counter of every tensor that it saves. `unpack` compares it, and raises torch's error if it has
-moved. A tensor that has a graph is saved detached: a node that holds its own output would keep itself, and the graph
-behind it, alive for ever."""
+Under saved-tensor hooks autograd compares no version counters. So `pack` records the version counter of every tensor,
+and `unpack` raises torch's error if it has moved. A tensor that has a graph is saved detached: a node that holds its
+own output would keep itself alive for ever."""
 
 from __future__ import annotations
 
@@ -31,9 +30,8 @@ _NO_TRANSFORM = (
 @dataclass(frozen=True, kw_only=True)
 class SavedView:
     """What autograd keeps in place of a view of a flat: the unit, and the view's geometry in elements of `dtype`.
-
-    `version`: the unit's version. `counter`: the parameter's version counter; a change in place increases it. Both are
-    None inside of a checkpoint: its recomputation uses the weights that are current when it runs."""
+    `version`: the unit's. `counter`: the parameter's version counter. Both are None inside of a checkpoint, which
+    recomputes with current weights."""
 
     unit_index: int
     version: int | None
@@ -46,10 +44,8 @@ class SavedView:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedWrapper:
-    """What autograd keeps in place of a view of a flat inside a torch.func transform.
-
-    `wrapper`: the transform's wrapper of the view; it cannot be made anew. `view`: the view itself. It keeps the unit's
-    memory on the device (`FlatStorage.is_viewed`), which the wrapper does not do. `inner`: the view by name."""
+    """What autograd keeps in place of a view of a flat inside a torch.func transform. `wrapper`: the transform's, which
+    cannot be made anew. `view`: keeps the unit's memory. `inner`: the view by name."""
 
     wrapper: torch.Tensor
     view: torch.Tensor
@@ -61,8 +57,8 @@ SavedTensor = tuple[torch.Tensor, int]
 
 
 class MovedTensor(Protocol):
-    """A saved tensor that a `TensorMover` moves off the device; it is no view of a flat. `counter`: shares the tensor's
-    version counter. `version`: the counter's value when the tensor was saved."""
+    """A saved tensor that a `TensorMover` moves off the device. `counter`: shares the tensor's version counter.
+    `version`: the counter's value when the tensor was saved."""
 
     counter: torch.Tensor
     version: int
@@ -75,14 +71,13 @@ class TensorMover(Protocol):
     """Interface of the object that moves saved tensors off the device, except views of a unit."""
 
     def pack(self, tensor: torch.Tensor, version: int) -> MovedTensor | None:
-        """Begin to move a detached tensor; return None if the tensor stays on the device. `version`: its version
-        counter."""
+        """Begin to move a detached tensor; return None if it stays on the device. `version`: its version counter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedByProgram:
-    """What autograd keeps of a tensor that the program's own hooks have saved. The tensor is no view of a flat.
-    `packed`: what their pack hook has returned. `unpack`: their unpack hook."""
+    """What autograd keeps of a tensor that the program's own hooks have saved. `packed`: what their pack hook
+    returned."""
 
     packed: Any
     unpack: Callable[[Any], Any]
@@ -95,8 +90,7 @@ Unpack = Callable[[Any], Any]
 
 @final
 class SavedViews:
-    """The pair of saved-tensor hooks of one engine. Autograd calls `pack` on the thread of forward, and `unpack` on
-    that of backward."""
+    """The saved-tensor hooks of one engine. Autograd calls `pack` on forward's thread, and `unpack` on backward's."""
 
     def __init__(
         self,
@@ -105,19 +99,17 @@ class SavedViews:
         mover: TensorMover | None = None,
     ) -> None:
         """`fault_in_saved(unit_index, version)`: fetches a unit for the running backward and returns its storage.
-        `mover`: gets all saved tensors that are no views of a unit, unless hooks of the program or of a checkpoint get
-        them. None: they stay on the device."""
+        `mover`: gets saved tensors that are no views of a unit, if no other hooks get them. None: they stay on the
+        device."""
         self._units = units
         self._fault_in_saved = fault_in_saved
         self._mover = mover
 
     def close(self) -> None:
-        """Drop every reference to the engine. Only the units that live on the device are kept, because a graph that
-        outlives the engine may need them.
-
-        Autograd's nodes refer to this object, and Python's garbage collector does not see that. A failed engine holds
-        its error; the error's traceback holds the program's frames, and so the loss, the graph and this object. With a
-        reference to the engine, this circle would never be freed."""
+        """Drop every reference to the engine. Keep only resident units, which a graph that outlives the engine may
+        need."""
+        # Autograd's nodes refer to this object, unseen by Python's garbage collector. A failed engine holds its error,
+        # and the error's traceback the graph: with a reference to the engine, this circle would never be freed.
         self._fault_in_saved = _ClosedUnits(self._units)
         self._units, self._mover = UnitTable(), None
 
@@ -139,8 +131,8 @@ class SavedViews:
                 saving.__exit__()
 
     def begin(self) -> saved_tensors_hooks | None:
-        """Check the model, then set the hooks that save views by name. Called when the outermost forward or a backward
-        begins. Return the hooks, for `end`; None if none were set. Raises ModelError."""
+        """Set the hooks that save views by name, and return them for `end`; None if none were set. Raises ModelError if
+        the model was converted, or if a transform forbids hooks."""
         self._check_converted()
         if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             raise ModelError(_NO_TRANSFORM)
@@ -157,13 +149,12 @@ class SavedViews:
                 paged.storage.check_converted()
 
     def end(self, saving: saved_tensors_hooks | None) -> None:
-        """Remove the hooks `saving`, which `begin` has returned. Do nothing if it returned None, or if `abort` has
-        removed the hooks already."""
+        """Remove the hooks that `begin` has returned, unless `abort` has removed them already."""
         if saving is not None and self._is_saving():
             saving.__exit__()
 
     def abort(self) -> None:
-        """Remove the hooks that an interrupted forward has left on autograd's stack. Called when no forward runs."""
+        """Remove the hooks that an interrupted forward has left on autograd's stack. No forward may run."""
         while self._is_saving():
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
@@ -211,14 +202,11 @@ class SavedViews:
             return self._mover.pack(*saved) or saved
 
     def hooks_inside(self, outer: tuple[Pack, Unpack] | None) -> tuple[Pack, Unpack] | None:
-        """Return the hooks to set inside of `outer`, the hooks that are set now (None: there are none). Return None if
-        no hooks are to be set, because `outer` are our own hooks or those of a checkpoint.
-
-        Tensors that are no views of a unit still go to `outer`, such as save_on_cpu(). A checkpoint must get all
-        tensors: it counts the saved ones, weights too, and its recomputation runs without the engine's call around
-        it."""
+        """Return the hooks to set inside of `outer`, the hooks set now. Return None if `outer` are our own or a
+        checkpoint's."""
         if outer is None:
             return (self.pack if self._mover is None else self.pack_and_move), self.unpack
+        # a checkpoint counts all saved tensors, and recomputes without the engine's call around it
         if self.is_own(outer[0]) or _is_of_checkpoint(outer[0]):
             return None
         return _PackInside(self, outer), self.unpack
@@ -227,18 +215,10 @@ class SavedViews:
         return pack in (self.pack, self.pack_and_move) or (isinstance(pack, _PackInside) and pack.views is self)
 
     def begin_module(self) -> bool:
-        """Set the hooks that save views by name when a module begins, in two cases:
-
-        * No hooks are set and a backward recomputes the module's forward: see `save_recomputed`. Return False.
-        * The innermost hooks belong to the program or to a checkpoint, and grad mode is on. Return True: the caller
-          must then call `end_inside`.
-
-        In all other cases set nothing and return False.
-
-        With the program's hooks alone the unit could not be evicted, because they hold its memory. `save_on_cpu` copies
-        nothing if the CPU computes, and holds the memory until backward. A checkpoint holds recomputed weights until
-        the backward of its region ends. A checkpoint also counts the saved tensors, so a module must save alike in
-        forward and in the recomputation."""
+        """Set the hooks that save views by name when a module begins, if others' hooks are innermost or a backward
+        recomputes the module. Return whether the caller must call `end_inside`."""
+        # The program's hooks alone would hold the unit's memory, and a checkpoint would hold recomputed weights until
+        # its backward ends. A checkpoint counts saved tensors: a module must save alike in forward and recomputation.
         top: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if top is None:
             self.save_recomputed()
@@ -252,11 +232,9 @@ class SavedViews:
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def save_recomputed(self) -> None:
-        """Set the hooks that save views by name, if a backward recomputes a forward and no hooks are set.
-
-        None are set in a backward that the user has started without the engine. Autograd would then save the parameters
-        themselves, whose bytes are gone once their unit is evicted. The hooks stay set until the running node of the
-        backward ends. Then autograd restores the hooks of its thread."""
+        """Set the hooks that save views by name, if a backward recomputes a forward and no hooks are set. They stay set
+        until the running node of the backward ends."""
+        # as in a backward without the engine: autograd would save parameters, whose bytes are gone after eviction
         if torch._C._current_graph_task_id() == -1 or not self._may_save():
             return
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
@@ -267,10 +245,8 @@ class SavedViews:
         return enabled and torch.is_grad_enabled()
 
     def unpack(self, saved: Saved) -> torch.Tensor:
-        """Return the tensor that forward saved. Fetch it if it is offloaded: an entry point of [Note: Entry points].
-
-        Raises RuntimeError, as torch does, if the tensor was changed in place since. Raises ModelError if a step or
-        `gathered` has changed the weights, which moves no counter of torch."""
+        """Return the tensor that forward saved; fetch it if it is offloaded. Raises RuntimeError if the tensor was
+        changed in place since, and ModelError if a step or `gathered` has changed the weights. [Note: Entry points]"""
         if isinstance(saved, tuple):
             tensor, expected = saved
             with torch._C.DisableTorchFunctionSubclass():
@@ -307,15 +283,15 @@ class SavedViews:
 
 @final
 class _ClosedUnits:
-    """Serves graphs that outlive their engine. Holds the units that lived on the device of the closed engine."""
+    """Serves graphs that outlive their engine: holds the units that were resident."""
 
     def __init__(self, units: UnitTable) -> None:
         self._names = {paged.unit.index: paged.unit.name for paged in units}
         self._resident = {paged.unit.index: (paged.storage, paged.version) for paged in units if paged.is_resident}
 
     def __call__(self, unit_index: int, version: int | None) -> FlatStorage:
-        """Return the storage of a unit that lived on the device. `version`: the unit's version when the view was saved.
-        Raises ParameterOffloadedError for any other unit, and ModelError if the unit's weights have changed since."""
+        """Return the storage of a unit that was resident. Raises ParameterOffloadedError for any other unit, and
+        ModelError if its weights have changed since `version`."""
         if unit_index not in self._resident:
             ClosedEngine(self._names[unit_index]).fault_in((), "This call")
         storage, current = self._resident[unit_index]
@@ -326,8 +302,7 @@ class _ClosedUnits:
 
 @final
 class _PackInside:
-    """A pack hook that saves views of units by name, and passes all other tensors to the hooks that were set before
-    it."""
+    """A pack hook that saves views of units by name, and passes other tensors to the hooks set before it."""
 
     def __init__(self, views: SavedViews, outer: tuple[Pack, Unpack]) -> None:
         self.views = views
@@ -368,8 +343,7 @@ def _is_of_checkpoint(pack: Pack) -> bool:
 
 
 def _changed_in_place(tensor: torch.Tensor, found: int, expected: int) -> RuntimeError:
-    """Return torch's own error for a tensor that was changed in place. torch also names the node that computed the
-    tensor; this error names the node that needs it."""
+    """Return torch's error for a tensor that was changed in place. It names the node that needs the tensor."""
     with torch._C.DisableTorchFunctionSubclass():
         kind, shape = tensor.type(), list(tensor.shape)
     node = torch._C._current_autograd_node()

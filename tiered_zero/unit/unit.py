@@ -2,29 +2,24 @@
 
 The parameters of a unit are views of its flat. `storage.resize_(0)` frees the flat's memory while every view keeps its
 shape, dtype and place in autograd's graphs; a later `resize_` and copy bring the bytes back under the same views.
-Guarded parameters are views of a second storage, whose address torch refuses to give.
-On the CPU device the storage is a range of huge pages, which keeps its address while its memory is unmapped: see
-hardware/memory/huge_pages.py.
+Guarded parameters are views of a second storage, whose address torch refuses to give. If the CPU computes, the storage
+is a range of huge pages (hardware/memory/huge_pages.py).
 
 [Note: State of a unit]
-Two enums hold the state of a unit: `UnitState` and `WeightState`. They change together, and only in `PagedUnit`.
-Everything else is a plain field (`num_users`, `version`, `fetch`) or a fact about the storage: `is_full` (the flat has
-memory) and `is_viewed` (other code holds a view of the flat). Such a view may belong to a node that runs, to a tensor
-that a checkpointed region has recomputed, or to an output that is a slice of a weight. A viewed flat keeps its memory,
-even when its unit is OFFLOADED. So neither eviction nor a wrong prefetch can free memory that a computation reads; at
-worst the budget is exceeded, which raises.
-A unit that lives on the device has its storage as its home: it is IN_USE, or CACHED while it waits for its update.
-`Pager.abort` returns a unit from every state to OFFLOADED, except a unit that lives on the device, that a `gathered`
-block uses, or that a transfer still fetches.
+`UnitState` and `WeightState` hold the state of a unit. They change together, and only in `PagedUnit`. All else is a
+field, or a fact about the storage: `is_full` (the flat has memory) and `is_viewed` (other code holds a view of the
+flat: a running node, a recomputed tensor, or an output). A viewed flat keeps its memory, even when its unit is
+OFFLOADED. So neither eviction nor a wrong prefetch can free memory that a computation reads; at worst the budget is
+exceeded, which raises.
+A resident unit is IN_USE, or CACHED while it waits for its update. `Pager.abort` returns all other units to OFFLOADED,
+except one that a `gathered` block uses or a transfer still fetches.
 
 [Note: Writes through .data]
 A change in place moves the version counter of the parameter, or of the flat if a node of backward changes what forward
-saved. `param.data.mul_()` moves the counter too, since `data` of a parameter in use is `detach()` (unit/guard.py). A
-write through a NumPy array moves no counter. So before user code gets the memory of a parameter in use, the engine
-copies the parameter's values. It compares the values with this copy, bit for bit, when the use ends. The comparison
-comes earlier, when user code next gets the memory of a parameter, if no view of the unit is left then. Code that never
-asks for the memory pays nothing; code that asks pays a copy and a comparison. If a view is kept after the use, the
-values are watched as long as the view.
+saved. `param.data.mul_()` moves it too, since `data` of a parameter in use is `detach()`. A write through a NumPy array
+or an address moves no counter. So the engine copies a parameter's values before user code gets its memory. It compares
+them bit for bit when the use ends, or when user code next gets the memory of a parameter; while a view is kept, it
+keeps the copy. Code that never asks for the memory pays nothing.
 Three kinds of writes are not seen: through `.data` of a view that indexing did not make (`param.t().data`), through an
 address kept from earlier, and through a view while its unit is offloaded."""
 
@@ -63,9 +58,8 @@ itself. Elements of 8 bytes or more are compared as int64."""
 
 
 class FlatStorage:
-    """The device memory of one unit, and the views of it that are the unit's parameters.
-
-    `flat`: all P elements of the unit, in its dtype. It has memory only while `is_full`. Driver thread."""
+    """The device memory of one unit, and the views of it that are the unit's parameters. Driver thread. `flat`: all P
+    elements, in the unit's dtype; it has memory only while `is_full`."""
 
     def __init__(
         self,
@@ -75,8 +69,8 @@ class FlatStorage:
         handler: FaultHandler,
         place: PageRange | None = None,
     ) -> None:
-        """`handler`: fetches the bytes of a guarded parameter when code reads it. `place`: the huge pages in which the
-        flat lies; None: the device's allocator gives the flat memory at each `fill`."""
+        """`handler`: fetches the bytes of a guarded parameter. `place`: the huge pages of the flat; None: `fill` takes
+        memory from the device's allocator."""
         self.unit = unit
         self._place = place
         self._device = device
@@ -88,8 +82,7 @@ class FlatStorage:
         self._versions = [0] * len(self._params)
         self._flat_version = 0
         self._watched: dict[int, torch.Tensor] = {}
-        """Index of a parameter -> a copy of its values, made before user code got its memory, and kept until no view of
-        the unit is left."""
+        """Index of a parameter -> a copy of its values, kept until no view of the unit is left."""
         for param in params:
             set_handler(param, handler)
         self._num_references = self._count_references()
@@ -97,7 +90,7 @@ class FlatStorage:
         self.guard()
 
     def _take_storage(self) -> None:
-        """Create the flat and the storage of guarded parameters, both without memory. Make all parameters views of the
+        """Create the flat and the storage of guarded parameters, without memory. Make all parameters views of the
         flat."""
         guarded = self._new_flat(None if self._place is None else self._place.alias)
         self._keyed_views = [keyed(view) for view in self._views_of(guarded)]
@@ -128,36 +121,33 @@ class FlatStorage:
 
     @property
     def _num_uses(self) -> int:
-        """The references to the flat's storage plus those to the storage of guarded parameters. Guarding moves
-        references from the first to the second and leaves the sum unchanged."""
+        """The number of references to the flat's storage and to that of guarded parameters; guarding leaves it
+        unchanged."""
         count = torch._C._storage_Use_Count
         return int(count(self.key)) + int(count(self._guarded_bytes._cdata))
 
     @property
     def is_viewed(self) -> bool:
-        """Whether other code holds a view of the flat: a running node, an output, a custom function. The flat then
-        keeps its memory.
+        """Whether other code holds a view of the flat, which then keeps its memory.
 
         [Note: Frozen parameters that autograd holds]
-        Hooks for saved tensors get a frozen parameter itself, not a view of it. They may return the parameter to a node
-        in backward, which then reads its memory without the guard; torch.utils.checkpoint does this with what it has
-        recomputed. Only the number of Python references to the parameter shows this. So references are counted before
-        the parameter's module runs, and a higher count later means that autograd holds the parameter.
-        References to a parameter that requires a gradient are not compared: its graph adds references of its own, and
-        the hooks get a view of it. (A run that only evaluates may have such parameters in units that are not
-        trainable.)"""
+        Hooks for saved tensors get a frozen parameter itself, not a view of it. They may return it to a node in
+        backward, which then reads its memory without the guard; torch.utils.checkpoint does this. Only the number of
+        Python references to the parameter shows this. They are counted before the parameter's module runs; a higher
+        count later means that autograd holds the parameter. A parameter that requires a gradient is not compared: its
+        graph adds references, and the hooks get a view of it."""
         if self._num_uses > self._num_own_uses:
             return True
         if self.unit.trainable:
             return False
         held = map(operator.gt, self._count_references(), self._num_references)
+        # in evaluation a unit that is not trainable may have parameters that require a gradient
         with torch._C.DisableTorchFunctionSubclass():
             return any(more and not param.requires_grad for param, more in zip(self._params, held, strict=True))
 
     def count_references(self, is_recomputed: bool) -> None:
-        """Count the references to each parameter of a frozen unit and store the numbers, with which `is_viewed`
-        compares later counts. `is_recomputed`: True: the module runs again in backward; keep an old number that is
-        smaller than the new one. See [Note: Frozen parameters that autograd holds]."""
+        """Store the number of references to each frozen parameter, for `is_viewed`. `is_recomputed`: the module runs
+        again in backward; keep smaller old numbers. [Note: Frozen parameters that autograd holds]"""
         if not self.unit.trainable:
             found = self._count_references()
             self._num_references = list(map(min, found, self._num_references)) if is_recomputed else found
@@ -174,22 +164,20 @@ class FlatStorage:
         self.is_full = True
 
     def empty(self, keep: bool = True) -> None:
-        """Free the flat's memory. Every view keeps its shape, and autograd's version counters do not move. A storage
-        that NumPy has viewed cannot be resized: a new storage with another `key` replaces it.
-
-        `keep`: whether another unit may get the memory; False if a transfer may still write to it."""
+        """Free the flat's memory; every view keeps its shape and version counter. `keep`: whether another unit may get
+        the memory; False if a transfer may still write to it."""
         if self._place is not None:
             self._place.empty(keep)
         elif self._bytes.resizable():
             self._bytes.resize_(0)
-        else:
+        else:  # NumPy has viewed the storage: a new one replaces it, with another `key`
             self._take_storage()
             self.guard()
         self.is_full = False
 
     def blank(self) -> None:
-        """Fill the flat with 0xFF bytes, which are NaN in every float dtype. Views that other code has kept then show
-        NaN until the next fetch, not the values of an earlier step."""
+        """Fill the flat with NaN (0xFF bytes), so that views kept by other code do not show values of an earlier
+        step."""
         self.flat.data.view(torch.uint8).fill_(0xFF)
 
     def unguard(self) -> None:
@@ -203,17 +191,15 @@ class FlatStorage:
     # -- [Note: Writes through .data] ----------------------------------------------------------------------------------
 
     def begin_watch(self) -> None:
-        """Begin to look for changes by user code: record the version counters of the flat and of the parameters. Where
-        `watch_values` has copied the values of a parameter, replace the copy by the present values. `end_change`
-        compares with all of these."""
+        """Begin to watch for changes by user code: record version counters and copy watched values, for
+        `end_change`."""
         self._versions = list(map(_version_of, self._params))
         self._flat_version = self.flat._version
         if self._watched:
             self._watched = {index: self._words(index).clone() for index in self._watched}
 
     def watch_values(self, index: int) -> None:
-        """Copy the values of the unit's parameter number `index`, for `end_change` to compare. Called before user code
-        gets the parameter's memory."""
+        """Copy the values of parameter number `index` before user code gets its memory, for `end_change`."""
         if index not in self._watched:
             self._watched[index] = self._words(index).clone()
 
@@ -223,12 +209,9 @@ class FlatStorage:
         return values.view(_WORDS.get(values.itemsize, torch.int64))
 
     def end_change(self) -> tuple[str, str] | None:
-        """Return (parameter name, class name) for one parameter that has changed since `begin_watch`; None if none has.
-        After a change, make all parameters views of the flat again.
-
-        If the parameter was written to, the class name is empty. If it was given other memory (`param.data = ...`), the
-        class name is that of its module, and the other memory is dropped. If only the flat's version counter has moved,
-        the parameter is unknown, and the text names the unit."""
+        """Return (parameter name, class name) for one parameter changed since `begin_watch`; None if there is none. The
+        class is that of its module if `param.data = ...` gave it other memory, else empty. Then make all parameters
+        views of the flat again."""
         changed = self._find_change()
         if self._watched and not self.is_viewed:
             self._watched.clear()
@@ -248,11 +231,7 @@ class FlatStorage:
         return None if self.flat._version == self._flat_version else (f"(one of unit {self.unit.name})", "")
 
     def check_converted(self) -> None:
-        """Raise ModelError if the unit's first parameter has another dtype or device than the unit. Called for units in
-        use.
-
-        `module.half()` converts all parameters of a unit that lives on the device, so the first parameter shows it.
-        `end_change` finds a conversion of another parameter alone."""
+        """Raise ModelError if the unit was moved or converted, as by `module.half()`. The unit must be in use."""
         param, name = self._params[0], self.unit.entries[0].param.name
         if param.dtype is not self.unit.dtype or param.device != self._device:
             raise ModelError(
@@ -262,9 +241,8 @@ class FlatStorage:
             )
 
     def reattach(self, keep: bool) -> None:
-        """Make parameters that were given other memory views of the flat again, and record all version counters anew.
-        `keep`: True copies the values of the other memory into the flat, and raises ModelError if a shape differs;
-        False drops these values."""
+        """Make parameters that were given other memory views of the flat again, and watch anew. `keep`: True copies
+        their values into the flat, and raises ModelError if a shape differs; False drops the values."""
         key = self.key
         for entry, param in self._entries:
             if param.untyped_storage()._cdata == key:
@@ -297,9 +275,8 @@ class FlatStorage:
         return self._params[bisect_right(self._starts, offset_nbytes) - 1]
 
     def detach_params(self) -> None:
-        """Release the parameters when the engine closes. If the flat has memory, each parameter becomes a plain one
-        with a copy of its values; if the device has no memory for a copy, it keeps its view of the flat. If the flat
-        has no memory, the parameters stay guarded."""
+        """Make the parameters plain when the engine closes, with copies of their values. If the flat has no memory,
+        guard them for good."""
         if not self.is_full:
             self.orphan_params()
             return
@@ -313,8 +290,7 @@ class FlatStorage:
                 release_param(param, own)
 
     def orphan_params(self) -> None:
-        """Guard the parameters for good when the engine closes, and set a ClosedEngine as their handler. They then
-        refer to nothing of the engine."""
+        """Guard the parameters for good when the engine closes. They then refer to nothing of the engine."""
         self.guard()
         for param, own in zip(self._params, self._classes, strict=True):
             set_handler(param, ClosedEngine(self.unit.name, own))
@@ -338,10 +314,9 @@ class UnitState(Enum):
 class WeightState(Enum):
     """Which weights a fetch from the unit's home brings.
 
-    * CURRENT: those of the last step. The fetch waits for the parts of that step's update that still run.
-    * UPDATING: those of a step that is not taken yet, because its update began in backward. Any use of the unit raises.
-    * STALE: older weights than those on the device, to which user code has written. The written weights are dropped at
-      the end of the use."""
+    * CURRENT: those of the last step. The fetch waits for what still runs of that step's update.
+    * UPDATING: those of a step that is not taken yet: its update began in backward. Any use of the unit raises.
+    * STALE: older ones than on the device, where user code has written. What it wrote is dropped when the use ends."""
 
     __hash__ = object.__hash__
     CURRENT = "current"
@@ -384,17 +359,14 @@ LEGAL_CHANGES: dict[tuple[State, State], str] = {
 
 
 class StepEvents(Protocol):
-    """Interface of the object that orders a step (the engine's TrainStep). It receives the events that the pager
-    notices and that no call of the engine announces."""
+    """Receives events that the pager notices and no call of the engine announces: the engine's TrainStep."""
 
     def notice_backward(self) -> None:
-        """Record that a backward is about to use a parameter. If the user started the backward without the engine
-        (`loss.backward()`), the engine learns here that it has begun."""
+        """Record that a backward is about to use a parameter, perhaps one that the user started without the engine."""
 
     def before_use(self, unit: Unit, pass_name: str) -> None:
-        """Record that the pass "forward" or "backward" is about to use `unit`, before the unit is gathered. Called only
-        with several ranks, because these must fetch units in the same order. If one pass uses a unit several times in a
-        row, this is called once."""
+        """Record that a pass is about to gather and use `unit`, once for uses in a row. Called only with several ranks,
+        which must fetch units in the same order."""
 
     def before_weights_read(self) -> None:
         """Make every update visible, before weights are read between steps."""
@@ -403,33 +375,31 @@ class StepEvents(Protocol):
         """End every update, and drop what was prefetched for the next one, before weights are written between steps."""
 
     def latch(self, why: str) -> None:
-        """Refuse every later call, because a change of weights has failed half way. `why`: the failure, for the
-        error."""
+        """Refuse every later call: a change of weights has failed half way. `why`: the failure, for the error."""
 
 
 @dataclass(eq=False, kw_only=True)
 class PagedUnit:
-    """The pager's record of one unit.
-
-    `is_resident`: whether the unit lives on the device. `own`: the elements of the flat that the unit's home holds, all
-    or this rank's shard. `params`: parameter -> its index in the unit. `fetch`: the transfer that fills the storage;
-    None once compute has waited for it. `num_users`: the number of running modules and `gathered` blocks that use the
-    unit, plus one if it lives on the device. A unit without users may still be IN_USE, held for the rest of its
-    backward. `num_gathers`: the number of `gathered` blocks among the users. `num_writers`: the number of blocks that
-    may change the unit. `version`: how often the unit's values have changed; backward raises for a graph that saved an
-    earlier version."""
+    """The pager's record of one unit."""
 
     unit: Unit
     storage: FlatStorage
     is_resident: bool
     own: slice
+    """The elements of the flat that the unit's home holds: all, or this rank's shard."""
     params: dict[nn.Parameter, int]
+    """Parameter -> its index in the unit."""
     events: StepEvents
     fetch: Transfer | None = None
+    """The transfer that fills the storage; None once compute has waited for it."""
     num_users: int = 0
+    """The running modules and `gathered` blocks that use the unit, plus one if it is resident."""
     version: int = 0
+    """How often the values have changed. Backward raises for a graph that saved an earlier version."""
     num_gathers: int = 0
+    """The `gathered` blocks among the users."""
     num_writers: int = 0
+    """The blocks that may change the unit."""
     state: UnitState = UnitState.OFFLOADED
     weights: WeightState = WeightState.CURRENT
 
@@ -451,14 +421,12 @@ class PagedUnit:
         self._change(UnitState.CACHED)
 
     def end_residence(self) -> None:
-        """Enter OFFLOADED: the device holds no valid bytes of the unit any more. STALE weights become CURRENT: what
-        user code wrote is dropped, and the unit has its home's weights again."""
+        """Enter OFFLOADED: the bytes on the device are no longer valid. STALE becomes CURRENT."""
         self._change(UnitState.OFFLOADED, WeightState.CURRENT if self.weights is WeightState.STALE else None)
         self.fetch = None
 
     def mark_stale(self) -> None:
-        """Mark the weights of a unit in use as STALE, because user code has written to them and the home has older
-        ones. Do nothing if the unit lives on the device: its storage is its home."""
+        """Mark a paged unit in use as STALE: user code has written to it, and its home has older weights."""
         if (self.state, self.weights) == _IN_USE and not self.is_resident:
             self._change(UnitState.IN_USE, WeightState.STALE)
 
@@ -482,14 +450,12 @@ class PagedUnit:
         self.num_users = num_users
 
     def renew(self) -> None:
-        """Increment `version`, before the unit's values change. Backward through a graph that saved the old values then
-        raises."""
+        """Increment `version` before the unit's values change."""
         self.version += 1
 
     def _change(self, state: UnitState, weights: WeightState | None = None) -> None:
-        """Enter `state`, and `weights` if given. Guard or unguard the parameters to match.
-
-        Raises InternalError, with nothing changed, if LEGAL_CHANGES does not contain the change."""
+        """Enter `state`, and `weights` if given. Guard or unguard the parameters to match. Raises InternalError, with
+        nothing changed, if LEGAL_CHANGES does not contain the change."""
         before = self.state, self.weights
         after = state, before[1] if weights is None else weights
         if (before, after) not in LEGAL_CHANGES:
@@ -520,11 +486,10 @@ class PagedUnit:
 
     @property
     def is_evictable(self) -> bool:
-        """Whether the unit has no users and its eviction would free memory. A view of the unit prevents that, except
-        the view that a running fetch itself holds."""
+        """Whether the unit has no users and its eviction would free memory."""
         if self.num_users or not self.storage.is_full:
             return False
-        return self.state is UnitState.FETCHING or not self.storage.is_viewed
+        return self.state is UnitState.FETCHING or not self.storage.is_viewed  # a fetch holds a view itself
 
 
 def _describe(state: State) -> str:

@@ -1,10 +1,7 @@
-"""Read tensors from the safetensors files that the option `tiered_zero.weights` names, also if transformers 5 has given
-the model's tensors other names than the files.
+"""Read tensors from the safetensors files that the option `tiered_zero.weights` names: files, an index, or a directory.
 
-The option names files, an index of files, or the directory of a model. For a mixture of experts the files have one
-tensor for each expert, and the model has one for all experts in memory. transformers' own table of conversions says how
-to make one from the other. This file reads the table only for models of transformers, which have imported it.
-"""
+A model of transformers 5 may name and split its tensors in another way than the files, such as the experts of a
+mixture. transformers' own table of conversions then says how to make one from the other."""
 
 from __future__ import annotations
 
@@ -42,9 +39,9 @@ _MOST_INDEX_NBYTES = 64 * MIB
 
 
 def open_safetensors(path: str | Path) -> Any:
-    """Open a safetensors file for torch. Raises OSError if the path is no regular file (opening a FIFO would block),
-    and any error of safetensors."""
-    _nbytes(path)
+    """Open a safetensors file for torch. Raises OSError if the path is no regular file, and any error of
+    safetensors."""
+    _nbytes(path)  # opening a FIFO would block
     return safe_open(path, framework="pt")
 
 
@@ -58,7 +55,7 @@ def _nbytes(path: str | Path) -> int:
 
 def weight_paths(given: Sequence[str]) -> list[str]:
     """List the safetensors files that `given` names, each once. `given`: paths of files, indexes and directories.
-    Raises ModelError if it is not clear which files a directory or an index stands for."""
+    Raises ModelError if a path is not readable, or does not say which files to take."""
     return list(dict.fromkeys(str(path) for text in given for path in _files_of(Path(text).expanduser())))
 
 
@@ -117,10 +114,9 @@ def _of_index(path: Path) -> Iterator[Path]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """Makes tensors of a model from tensors of files, or the reverse, as one entry of transformers' table says.
-
-    `sources`: the tensors to read, as (pattern in the table, name), in order. `converter`: the table's entry; None:
-    rename the only source to `target`. `rename`: applied to the names that the converter returns."""
+    """Makes tensors of a model from tensors of files, or the reverse, by one entry of transformers' table. `sources`:
+    (pattern in the table, name) of each tensor to read. `converter`: the entry; None: rename the only source to
+    `target`. `rename`: applied to the names that the converter returns."""
 
     model: Any
     target: str
@@ -141,8 +137,7 @@ class Conversion:
 
 
 def from_files(model: nn.Module, names: Iterable[str]) -> list[Conversion]:
-    """List the conversions from tensors of files to tensors of `model`. `names`: the names of the tensors in the
-    files."""
+    """List the conversions from tensors of files to tensors of `model`. `names`: those in the files."""
     library = _library(model)
     if library is None:
         return []
@@ -157,8 +152,7 @@ def from_files(model: nn.Module, names: Iterable[str]) -> list[Conversion]:
 
 
 def to_files(model: nn.Module, names: Sequence[str]) -> list[Conversion]:
-    """List the conversions from tensors of `model` to those that `save_pretrained` writes. `names`: the names of the
-    model's tensors."""
+    """List the conversions from the model's tensors `names` to those that `save_pretrained` writes."""
     library = _library(model)
     if library is None:
         return []
@@ -212,10 +206,7 @@ def _table(model: nn.Module, **options: Any) -> list[Any]:
 
 
 class WeightFiles:
-    """Reads tensors by name from safetensors files. A file is mapped for one tensor at a time, since mapped pages count
-    as resident memory.
-
-    Raises ModelError for a file that cannot be read."""
+    """Reads tensors by name from safetensors files. Raises ModelError for a file that cannot be read."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         """`paths`: safetensors files, indexes of such files, or directories of models."""
@@ -238,10 +229,8 @@ class WeightFiles:
             self._paths.update(dict.fromkeys(names, path))
 
     def check(self, model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec]) -> list[str]:
-        """Return warnings about tensors in the files that the model does not use. `specs`: the model's parameters.
-
-        Raises ModelError if the model has no parameter on meta, if the files lack one of these parameters, or if they
-        have a tensor in another shape or in a dtype that is not converted."""
+        """Return warnings about tensors in the files that the model does not use. Raises ModelError if the model has no
+        parameter on meta, or if the files lack one or have it in a wrong shape or dtype."""
         missing_values = [spec for param, spec in specs.items() if param.is_meta]
         if not missing_values:
             raise ModelError(
@@ -282,11 +271,11 @@ class WeightFiles:
         return self._find(names) is not None
 
     def fill(self, target: torch.Tensor, names: Iterable[str]) -> None:
-        """Copy the tensor that has one of `names` into `target`, rounded to the dtype of `target`. Without such a
-        tensor, leave `target` as it is."""
+        """Copy the tensor that has one of `names` into `target`, rounded to its dtype. Without such a tensor do
+        nothing."""
         if (name := self._find(names)) is not None:
             with ExitStack() as opened:
-                files: dict[str, Any] = {}
+                files: dict[str, Any] = {}  # open for one tensor only: mapped pages count as resident memory
 
                 def read(source: str) -> torch.Tensor:
                     path = self._paths[source]
@@ -300,7 +289,7 @@ class WeightFiles:
 
     def _convert_names(self, model: nn.Module) -> set[str]:
         """Record a conversion for each tensor of the model that the files have under another name. Return the names in
-        the files that these conversions read. Raises ModelError if transformers cannot make one of the tensors."""
+        the files that these conversions read. Raises ModelError if transformers cannot make one."""
         used: set[str] = set()
         for conversion in from_files(model, self._paths):
             try:
@@ -324,8 +313,7 @@ class WeightFiles:
 
 
 def _is_float(dtype: torch.dtype) -> bool:
-    """Return whether a tensor of this dtype may be converted to another float dtype, and back. For float8 return False:
-    such a tensor's values need scales, which are stored elsewhere."""
+    """Return whether values of this dtype can be converted to another float dtype. Those of float8 need scales."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
