@@ -82,7 +82,7 @@ class GradientArrivals:
 
     def note_use(self, units: Sequence[Unit], inputs: Sequence[Any]) -> None:
         """Record that a forward of a module that owns `units` begins, with the arguments `inputs`. Called on the driver
-        thread, for a forward that autograd records or will recompute."""
+        thread, if autograd records the forward or will recompute it."""
         if self._reducer is not None:
             self._reducer.uses.note(units, inputs, self._pass_mark)
 
@@ -146,7 +146,7 @@ class GradientArrivals:
         self._is_scaled = False
 
     def end_own_backward(self) -> None:
-        """End a backward that the engine did not start. Raises errors of the gradients' transfers."""
+        """End a backward that the engine did not start. Raises transfer errors."""
         self._take_waiting()
         self._end_reduction()
         self._store.finish_transfers()

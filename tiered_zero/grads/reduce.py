@@ -224,9 +224,8 @@ class GradientReducer:
         max_norm: float,
         group_values: Sequence[Mapping[str, str]] = (),
     ) -> GradCheck:
-        """Reduce the gradients of this step that are not reduced yet, and check the averages. The result is equal on
-        all ranks. Raises RankError if ranks are at different steps, or have different `group_values`, the values of
-        param groups."""
+        """Reduce the remaining gradients of this step, and check the averages. The result is equal on all ranks. Raises
+        RankError if steps or `group_values`, the values of param groups, differ between ranks."""
         with self._runtime.recorder.span("compute", "reduce_ranks"):
             self._is_last = True
             self._reduce_all(self._agree_on_presence(micro_steps, global_steps))
@@ -322,9 +321,8 @@ class GradientReducer:
         return [bool(either >> place & 1) for place in range(len(flags))]
 
     def _add_squares(self, squares: float, bad: int, group_values: bytes) -> tuple[float, int]:
-        """Return the sum of all ranks' `squares`, added in rank order, and the lowest `bad` (a parameter's index, or
-        NONE_BAD). `group_values`: the values of param groups, as JSON. Raises RankError if they differ between
-        ranks."""
+        """Return the sum of all ranks' `squares`, added in rank order, and the lowest `bad`. `group_values`: the values
+        of param groups, as JSON. Raises RankError if they differ between ranks."""
         message = _SQUARES.pack(squares, bad, crc32(group_values))
         found = [_SQUARES.unpack(each) for each in self._collectives.exchange(message, "the gradient norm")]
         if len({values for _, _, values in found}) > 1:

@@ -198,9 +198,8 @@ class GradientStore:
         return gradients.last
 
     def show_sum(self, param: nn.Parameter) -> None:
-        """Add the gradient at its home to `param.grad`, so that the user's hooks see the sum, as in plain PyTorch. If
-        the unit's gradients are sharded or reduced already, `param.grad` stays this rank's gradient of this
-        backward."""
+        """Add the gradient at its home to `param.grad`: the user's hooks see the sum, as in plain PyTorch. Leave
+        `param.grad` as it is if the unit's gradients are sharded or reduced already."""
         with torch._C.DisableTorchFunctionSubclass():
             grad: torch.Tensor | None = GRAD_SLOT.__get__(param)
         if grad is None or (place := self._places.get(param)) is None:
@@ -239,7 +238,7 @@ class GradientStore:
                 update.computed.wait()
 
     def wait_transfers(self) -> None:
-        """Block until every gradient so far is at its home."""
+        """Block until every gradient that has come is at its home."""
         self._in_flight.wait_all()
         for gradients in self._units.values():
             if gradients.shard is not None or gradients.num_sums:
@@ -363,8 +362,8 @@ class GradientStore:
         self.is_shown = False
 
     def set_hidden(self, updates_in_backward: bool = False) -> None:
-        """Set whether users' access to `param.grad` raises ModelError: with several ranks, or if
-        `updates_in_backward`."""
+        """Make users' access to `param.grad` raise ModelError if there are several ranks, or if `updates_in_backward`;
+        else allow it."""
         self._hidden = _HIDDEN_BY_UPDATE if updates_in_backward else self._hidden_by_ranks
 
     def read(self, param: nn.Parameter) -> torch.Tensor | None:

@@ -250,8 +250,8 @@ class OffloadedOptimizer(TierStateOptimizer):
         return self._run
 
     def _current(self) -> _Run:
-        """Return the run, rebuilt if a parameter's device, dtype, shape or strides changed. Raises ModelError once
-        closed, or if param groups were changed by hand."""
+        """Return the run, rebuilt if a parameter's device, dtype, shape or strides changed. Raises ModelError if the
+        optimizer is closed, or if param groups were changed by hand."""
         self._process.check()
         run = self._running()
         if not self._end.alive:

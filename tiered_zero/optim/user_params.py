@@ -28,8 +28,7 @@ def is_in_place(param: Tensor) -> bool:
 
 class UserParameters(GradientSource):
     """The parameters of a user's param groups, in order. The update pipeline reads their `.grad` and writes new values
-    to them. Used by the thread that calls `step()`, on the stream on which backward ran: so gradients are complete when
-    they are read."""
+    to them. Used by the thread that calls `step()`, on the stream on which backward ran."""
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Describe the parameters of `groups`. Raises ModelError for a parameter that cannot be stepped."""

@@ -348,8 +348,8 @@ class FlatWindows:
         return None
 
     def _finish_write(self, flat: PagedFlat, writing: Transfer, lane: str = "update") -> None:
-        """Wait for `writing`, a result of `_next_write`, and raise its error. If it wrote the flat's window, free the
-        window."""
+        """Wait for `writing`, a result of `_next_write`, and raise its error. If `writing` has stored the flat, free
+        the window."""
         is_stored = False
         try:
             with self._recorder.span(lane, "wait_grad", flat.name):

@@ -101,9 +101,9 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
         self._flushed().check_groups(groups)
 
     def replace(self, states: Mapping[nn.Parameter, ParamState], groups: list[dict[str, Any]]) -> None:
-        """Replace the state of all parameters by `states`. A parameter that is missing there has no state afterwards.
-        `groups`: the values that the caller then sets in the param groups. Raises ModelError, with nothing changed, if
-        they do not fit. If writing fails, no step runs any more."""
+        """Replace the state of all parameters by `states`. A parameter that is missing in `states` has no state
+        afterwards. `groups`: the values that the caller then sets in the param groups. Raises ModelError, with nothing
+        changed, if they do not fit. If writing fails, no step runs any more."""
         view = self._open()
 
         def check() -> None:

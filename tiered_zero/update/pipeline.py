@@ -395,9 +395,8 @@ class UpdatePipeline:
         self.view.scalars.replace(layout, scalars)
 
     def _spans(self, segment: Segment, gradients: GradientSource, scalars: PieceScalars) -> list[list[ParamPiece]]:
-        """Group the segment's pieces (parts of parameters) that have gradients, one list for each `Run`. The pieces of
-        a list are neighbours, in one param group, and share one object of scalars. If the rule is not elementwise, each
-        list has one piece."""
+        """Group the segment's pieces (parts of parameters) with gradients, one list for each `Run`: neighbours in one
+        param group that share one object of scalars, or a single piece if the rule is not elementwise."""
         spans: list[list[ParamPiece]] = []
         last: ParamPiece | None = None
         for piece in segment.pieces:

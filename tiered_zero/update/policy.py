@@ -149,8 +149,7 @@ class UpdatePolicy(ABC):
 
     def at_cut(self, job: Callable[[], None]) -> Transfer:
         """Run `job` between two updates. Return a transfer that completes when the job ends, and carries its error.
-        Raises ModelError if an update that began in backward waits for its step(), and EngineFailedError after a
-        failure."""
+        Raises ModelError as `check_untouched` does, and EngineFailedError after a failure."""
         self.check_untouched("State is to be saved")
         self.check()
         cut = Completion()
@@ -529,8 +528,8 @@ class DelayedPolicy(UpdatePolicy):
         """Do nothing: an update runs during this backward, and reads ahead itself."""
 
     def at_cut(self, job: Callable[[], None]) -> Transfer:
-        """Make the delayed update visible, so that a save holds the state of one step. Then see
-        `UpdatePolicy.at_cut`."""
+        """Make the delayed update visible, so that a save holds the state of one step. Then do what
+        `UpdatePolicy.at_cut` does."""
         self._finish()
         return super().at_cut(job)
 

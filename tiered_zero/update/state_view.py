@@ -526,8 +526,9 @@ class StateView:
         groups: Sequence[Mapping[str, Any]] | None = None,
         only: nn.Parameter | None = None,
     ) -> None:
-        """Replace the state of all parameters, or of `only`, by `states`, which `check` has accepted. Parameters that
-        are missing there are left without state. `groups`: new values of the param groups; None: the present values."""
+        """Replace the state of all parameters, or of `only`, by `states`, which `check` has accepted. A parameter that
+        is missing in `states` has no state afterwards. `groups`: new values of the param groups; None: the present
+        values."""
         num_rounded = 0
         for layout in self.layouts:
             pieces = layout.subgroup.pieces if only is None else self._stepped(layout, only)
