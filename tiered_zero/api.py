@@ -125,8 +125,7 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def _check_one_rank(**sizes: object) -> None:
-    """Raise ModelError if an mpu or mesh splits the model over ranks. `sizes`: argument of `initialize` -> its
-    value."""
+    """Raise ModelError if one of `sizes` (argument's name -> mpu or mesh) splits the model over ranks."""
     for name, given in sizes.items():
         ask = getattr(given, "get_model_parallel_world_size", None) or getattr(
             given, "get_tensor_model_parallel_world_size", None

@@ -29,7 +29,7 @@ class TrainingLoader(DataLoader[Any]):
     * A pass ends early if its iterator is dropped, as after `break`. The next pass begins at the first sample.
     * A state saved in the middle of a pass continues with the remaining batches. One saved after the last batch, before
       StopIteration, gives an empty pass first.
-    * Random numbers in samples are resumed with equal bits without workers only.
+    * Samples that use random numbers are resumed with equal bits only without workers.
     * An IterableDataset has no index: the batches taken before are read again and dropped.
     """
 
@@ -121,7 +121,7 @@ class TrainingLoader(DataLoader[Any]):
 
     def resplit(self, state: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
         """Convert `state`, saved with `num_ranks` ranks, to this loader's number of ranks. In the middle of a pass the
-        last taken samples come again if the ranks do not divide their number."""
+        last taken samples, fewer than there are ranks, may come again."""
         order, length = self._order, state["length"]
         if order is None or num_ranks == order.num_ranks or length != order.length_of(num_ranks):
             return dict(state)
@@ -169,8 +169,7 @@ class TrainingLoader(DataLoader[Any]):
             self._end_current()
 
     def _end_current(self, only_gone: bool = False) -> None:
-        """End the pass under way, so that the next one gets the next number. `only_gone`: only if its iterator is
-        gone."""
+        """End the pass under way, so that the next one gets the next number. `only_gone`: if its iterator is gone."""
         if self._current is not None and not (only_gone and self._current() is not None):
             self._current = None
             self._num_passes += 1
@@ -190,8 +189,8 @@ class _Pass(Iterator[Any]):
         num_batches: int = 0,
         num_samples: int = 0,
     ) -> None:
-        """`random_state`: of torch's generator when the pass began. `num_batches`, `num_samples`: taken before it was
-        resumed."""
+        """`random_state`: of torch's generator at the pass's start. `num_batches`, `num_samples`: taken before a
+        resume."""
         self._loader = loader
         self.number = number
         self.random_state = random_state

@@ -10,10 +10,12 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 PAGE_NBYTES = 4096
-"""The alignment of every extent in a file, slot in memory and O_DIRECT request, for any usual disk."""
+"""The alignment of every extent in a file, slot in memory and O_DIRECT request. It suits disks with sectors of 512
+bytes and of 4 KiB."""
 
 HUGE_PAGE_NBYTES = 2 * MIB
-"""The size of a huge page on x86 and most ARM systems. Allocations of at least this size ask for huge pages."""
+"""The size of a huge page on x86 and most ARM systems. Allocations of at least this size are aligned to it, and ask for
+huge pages."""
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "kib": KIB, "m": 10**6, "mb": 10**6, "mib": MIB}
 _UNITS |= {"g": 10**9, "gb": 10**9, "gib": GIB, "t": 10**12, "tb": 10**12, "tib": 1 << 40}
@@ -58,8 +60,7 @@ def parse_nbytes(text: str | int | float) -> int:
 
 
 def parse_hardware_nbytes(text: str) -> int:
-    """Parse a size or rate of hardware. Raises ValueError also for zero, and below 1 MiB without a unit: it was
-    forgotten."""
+    """Parse a size or rate of hardware. Raises ValueError also for zero, and for less than 1 MiB without a unit."""
     nbytes = parse_nbytes(text)
     if nbytes <= 0:
         raise ValueError(f"{text!r:.100} is not above zero")

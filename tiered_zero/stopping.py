@@ -19,8 +19,8 @@ TERMINATED = 128 + signal.SIGTERM
 @final
 class StopRequest:
     """Remembers that a signal has asked the program to stop. `at_boundary`: only remember the first signal; if False,
-    it raises. Later signals raise: Ctrl-C KeyboardInterrupt, SIGTERM SystemExit, in the main thread. `code`: the exit
-    code for the first signal, or None."""
+    it raises. Later signals raise KeyboardInterrupt (Ctrl-C) or SystemExit (SIGTERM), in the main thread. `code`: the
+    exit code for the first signal, or None."""
 
     def __init__(self, at_boundary: bool) -> None:
         self.at_boundary = at_boundary

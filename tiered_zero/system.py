@@ -29,7 +29,7 @@ logger = logging.getLogger("tiered_zero")
 @final
 class Descriptor(int):
     """An open file descriptor of this process, made by `opened`, and an int for functions of `os`. It is closed by
-    `close`, at the end of a `with` block, or when the object is collected."""
+    `close`, at the end of a `with` block, or when the object is collected: keep it while a function uses it."""
 
     closed = False
 
@@ -110,7 +110,7 @@ class OwnProcess:
 
     def __init__(self, what: str = "engine", error: type[TieredZeroError] = ModelError) -> None:
         self._what, self._error = what, error
-        self._pid = os.getpid()
+        self._pid = os.getpid()  # and no lock: a fork may copy one while it is held
 
     def is_current(self) -> bool:
         return os.getpid() == self._pid

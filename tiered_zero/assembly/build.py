@@ -205,9 +205,8 @@ def _open_runtime(run_spec: RunSpec, collectives: Collectives, resources: Teardo
 
 
 def _make_scheduler(given: Any, section: SchedulerSection | None, handle: TieredOptimizer | None) -> Any:
-    """Return the run's learning rate scheduler, or None. `given`: the user's scheduler, or a callable that makes one
-    from the optimizer. Without it, `section` of the config describes the scheduler. `handle`: None if the run does not
-    train. Raises ConfigError."""
+    """Return the run's learning rate scheduler, or None. `given`: the user's, or a callable that makes one from the
+    optimizer; None: take `section` of the config. `handle`: None if the run does not train. Raises ConfigError."""
     if handle is None:
         if given is not None:
             raise ConfigError(
@@ -232,9 +231,8 @@ def _place_model(
     own_state: Mapping[Any, Any],
     resources: Teardown,
 ) -> None:
-    """Move every parameter to its home with its first value, and install the module hooks. `adopted`: the committed
-    values to go on with; None without them. `own_state`: the state of the user's optimizer. If this raises, the model
-    must be built anew."""
+    """Move every parameter to its home with its first value, and install the module hooks. `adopted`: committed values
+    to go on with. `own_state`: of the user's optimizer. If this raises, the model must be built anew."""
     runtime, view = step.runtime, step.policy.view
     materializer = Materializer(run_spec.model, source.weights, run_spec.specs)
     placer = UnitPlacer(
@@ -259,8 +257,7 @@ def _place_model(
 def _make_step(
     run_spec: RunSpec, machine: OpenMachine, handle: TieredOptimizer | None, resources: Teardown
 ) -> tuple[TrainStep, RunState, WholeWeights]:
-    """Build the movers and the `TrainStep` that calls them. Also return what saves and loads use. The model does not
-    change."""
+    """Build the movers and the `TrainStep` that calls them. Also return what saves and loads use."""
     config, plan = run_spec.config, run_spec.plan
     runtime, tiers, inventory = machine.runtime, machine.tiers, machine.inventory
     is_sharded, groups = plan.request.shards_state, run_spec.source.param_groups
@@ -450,8 +447,7 @@ def _make_policy(
 
 
 def _make_observers(run_spec: RunSpec, runtime: Runtime, resources: Teardown) -> list[Callable[[StepReport], None]]:
-    """Make the functions that are called with each step's report: logs, monitors, record and trace. None on ranks above
-    0."""
+    """Make the functions that are called with each step's report. Ranks above 0 have none."""
     settings = run_spec.config.tiered_zero
     if runtime.collectives.rank > 0:
         return []

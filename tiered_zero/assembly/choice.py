@@ -112,9 +112,9 @@ def _best_first(found: Sequence[Candidate]) -> list[Candidate]:
 
 @dataclass(kw_only=True)
 class PlacementSearch:
-    """Searches for the placement whose predicted step is shortest. `plan_of` plans a config; `predict` predicts the
-    step of a plan. `estimate`: activations of a micro-batch, for which room is left. `disk_nbytes`: free bytes of the
-    disk. None: unknown. `errors`: why settings were dropped."""
+    """Searches for the placement whose predicted step is shortest. `plan_of` plans a config; `predict` predicts a
+    plan's step. `estimate` (activations of a micro-batch) and `disk_nbytes` (free bytes) are None if unknown. `errors`:
+    why settings were dropped."""
 
     config: Config
     plan_of: Callable[[Config], Plan]
@@ -179,8 +179,7 @@ class PlacementSearch:
         return Candidate(config=config, plan=plan, step=self.predict(plan), settings=settings)
 
     def _placements(self) -> Iterator[tuple[Settings, Plan]]:
-        """Yield (settings, plan) for each pair of a tier for parameters and a tier for state, the slowest tiers
-        last."""
+        """Yield (settings, plan) for each pair of tiers for parameters and state, the slowest last."""
         zero = self.config.zero_optimization
         path = self._path
         pages = "stage" not in zero.model_fields_set or zero.stage == 3
@@ -297,8 +296,8 @@ class Choice:
 def choose_placement(
     config: Config, model: nn.Module, plan_of: Callable[[Config], Plan], rates: Machine | None, world_size: int
 ) -> Choice:
-    """Plan the placements that fit, and sort them by predicted seconds of a step. `rates`: None: those measured on this
-    machine. Raises ConfigError if none were measured, or with several ranks."""
+    """Plan the placements that fit, and sort them by predicted seconds of a step. Without `rates`, take those measured
+    on this machine. Raises ConfigError if none were measured, or with several ranks."""
     if world_size > 1:
         raise ConfigError(
             f"tiered_zero.placement: expected as_written with {world_size} ranks, whose collectives are not predicted; "
@@ -318,8 +317,8 @@ def choose_placement(
 def make_predictor(
     config: Config, model: nn.Module, rates: Machine | None = None, *, finds_hidden: bool = False
 ) -> Callable[[Plan], StepSeconds]:
-    """Return a function that predicts the step of a plan, for the model and batch of `config`. `rates`: None: those
-    measured on this machine. `finds_hidden`: see `predict_step`. Raises ConfigError."""
+    """Return a function that predicts the step of a plan, for the model and batch of `config`. Without `rates`, take
+    those measured on this machine. `finds_hidden`: see `predict_step`. Raises ConfigError."""
     machine, length = rates or _rates_here(_paths(config)), _length(config, model)
     estimate, tokens = estimate_of(model, config, length), length * config.train_micro_batch_size_per_gpu
     dtype = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[config.param_dtype_name]
@@ -398,8 +397,7 @@ def save_choice(run_spec: RunSpec) -> list[str]:
 
 
 def _rates_here(paths: Sequence[str]) -> Machine:
-    """Return this machine's measured rates, with only the disks that hold `paths`. Raises ConfigError if there are
-    none."""
+    """Return this machine's measured rates, with the disks that hold `paths`. Raises ConfigError without rates."""
     machine = load_measured()
     disks = tuple(disk for disk in (_disk_of(path, machine.disks) for path in paths) if disk is not None)
     return replace(machine, disks=disks)

@@ -55,8 +55,7 @@ def measure_machine(disk: Disk) -> Machine:
 
 
 def _update_rate(shares_cores: bool) -> float:
-    """Measure the bytes/s of AdamW on bf16 weights. `shares_cores`: the CPU computes too, so the kernel has more
-    threads."""
+    """Measure the bytes/s of AdamW on bf16 weights. `shares_cores`: the CPU computes too."""
     import torch
 
     from tiered_zero.hardware.check import median_rate

@@ -54,9 +54,8 @@ SHUTDOWN = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Source:
-    """Where a run gets its first values. All of `found`, `adoption` and `weights` are None if the model has them.
-    `found`: the checkpoint to resume. `adoption`: the in-place commit in whose swap files the run goes on. `warnings`:
-    lines for the log."""
+    """Where a run gets its first values: a checkpoint (`found`), files (`weights`), or the model itself (both None).
+    `adoption`: the in-place commit in whose swap files the run goes on, or None. `warnings`: lines for the log."""
 
     found: FoundCheckpoint | None
     adoption: Adoption | None
@@ -71,8 +70,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OpenMachine:
-    """The device, tiers and homes of a run. `copy_homes`: unit index -> home of its durable copy, for in-place
-    commits."""
+    """The device, tiers and homes of a run. `copy_homes`: unit index -> home of its copy for in-place commits."""
 
     runtime: Runtime
     tiers: TierRack
@@ -97,8 +95,7 @@ def find_source(run_spec: RunSpec, collectives: Collectives) -> Source:
 
 
 def _find(resume: str, warnings: list[str]) -> FoundCheckpoint | None:
-    """Find the checkpoint to resume in the directory `resume`. If it has no complete save yet, add a warning and return
-    None. Raises StoreError."""
+    """Find the checkpoint to resume; None, with a warning, if `resume` has no complete save yet. Raises StoreError."""
     if why := nothing_to_load(resume, resumes=True):
         warnings.append(f"no checkpoint in {resume} is resumed: {why}. The run begins at step 0")
         return None
@@ -106,15 +103,15 @@ def _find(resume: str, warnings: list[str]) -> FoundCheckpoint | None:
 
 
 def check_directories(keys: Mapping[tuple[str, ...], str]) -> list[str]:
-    """Make the missing swap directories, and return warnings about all. `keys`: directories of one store -> the config
-    key that names them. Raises ConfigError and StoreError."""
+    """Make the missing swap directories, and return warnings about swap directories. `keys`: the directories of one
+    store -> the config key that names them. Raises ConfigError and StoreError."""
     make_missing(keys)
     by_path = {path: key for paths, key in keys.items() for path in paths}
     return [line for path, key in sorted(by_path.items()) for line in preflight_directory(path, key)]
 
 
 def clear_directories(keys: Mapping[tuple[str, ...], str], adopted: Container[Path] = ()) -> list[str]:
-    """After a restart by the launcher, remove the swap directories of its ended processes; committed state stays.
+    """If the launcher has restarted its processes, remove the swap directories of ended ones, but no committed state.
     Return notices about those of other ended runs, except `adopted`. `keys`: as for `check_directories`."""
     paths = [path for group in keys for path in group]
     if num_restarts() and local_rank() == 0:

@@ -117,9 +117,9 @@ def specify_run(
     collectives: Collectives | None = None,
     rates: Machine | None = None,
 ) -> RunSpec:
-    """Cut the model into units and sub-groups and plan the bytes of a run. Reads no parameter's bytes. Without an
-    optimizer the run evaluates. `machine`: None: this one. `rates`: for placement "auto"; None: this machine's.
-    `collectives`: every rank calls this. Raises ConfigError, ModelError, and RankError if ranks differ."""
+    """Cut the model into units and sub-groups and plan the bytes of a run, on every rank of `collectives`. Reads no
+    parameter's bytes. Without an optimizer the run evaluates. `machine`: None: this one. `rates`: for placement "auto";
+    None: this machine's. Raises ConfigError, ModelError, and RankError if ranks differ."""
     ranks = collectives or SingleRank()
     _check_delayed(config, ranks.world_size)
     trains = optimizer is not None or config.optimizer is not None
@@ -251,8 +251,8 @@ def _request(
 def _make_rule(
     source: Optimizer, state_format: str, world_size: int, steps_parts: bool, shares_cores: bool
 ) -> UpdateRule:
-    """Make the update rule of the optimizer `source`. `steps_parts`: each rank steps parts of parameters.
-    `shares_cores`: the CPU computes too. Raises ModelError if the rule can step whole parameters only."""
+    """Make the update rule of the optimizer `source`. `steps_parts`: each rank steps parts of parameters; raises
+    ModelError if the rule cannot. `shares_cores`: the CPU computes too."""
     threads = num_kernel_threads(shares_cores=shares_cores)
     rule = make_rule(source, state_format, steps_parts=steps_parts, num_threads=threads)
     if steps_parts and not rule.elementwise:
@@ -323,7 +323,7 @@ Exchange = Callable[[bytes, str], list[bytes]]
 
 
 def compare_facts(facts: Mapping[str, Any], exchange: Exchange) -> None:
-    """Raise RankError on every rank if `facts` (name -> a JSON value) differ between ranks."""
+    """Raise RankError on every rank if `facts` (name -> a JSON value) differ between ranks. Every rank calls this."""
     # hashes first: values are exchanged only where these differ
     texts = {what: json.dumps(value, sort_keys=True).encode() for what, value in facts.items()}
     digests = {what: hashlib.sha256(text).hexdigest()[:16] for what, text in texts.items()}
@@ -409,7 +409,7 @@ def _check_params(specs: Mapping[nn.Parameter, ParamSpec], trains: bool) -> None
 
 
 def compute_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype on the device of a tensor of `dtype`: the config's 16-bit dtype, if any, for a float."""
+    """Return the dtype that a tensor has on the device: for a float, the config's 16-bit dtype if it sets one."""
     wanted: torch.dtype = getattr(torch, config.param_dtype_name)
     return wanted if dtype.is_floating_point and wanted != torch.float32 else dtype
 
@@ -422,8 +422,7 @@ def _plan_to_fit(
     request: PlanRequest,
 ) -> tuple[list[SubGroup], list[SubGroupSize], Plan, int]:
     """Plan with sub-groups of `numel` elements; halve the size until the plan fits host memory or smaller ones would be
-    too many. Return the sub-groups, the sizes of their slots, the plan and the size. `cut_into(numel)`: returns
-    sub-groups and sizes."""
+    too many. Return the sub-groups, the sizes of their slots, the plan and the size."""
     least = sub_group_numel(1, units)
     while True:
         subgroups, sizes = cut_into(numel)

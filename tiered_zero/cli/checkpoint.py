@@ -114,7 +114,7 @@ def verify_command(directory: Path, as_json: bool) -> None:
 
 
 def _echo_reasons(reasons: Iterable[tuple[str, str]]) -> None:
-    """Print each tag's text, of `reasons`: pairs (tag, text). Consecutive tags with the same text share one line."""
+    """Print `reasons`, pairs (tag, text). Consecutive tags with the same text share one line."""
     for reason, own in groupby(reasons, key=lambda item: item[1]):
         click.echo(printable(f"{_span([tag for tag, _ in own])}: {reason}"))
 

@@ -47,8 +47,7 @@ def examine_device(pinned_nbytes: int) -> Iterator[Finding]:
 
 
 def check_steps(accelerator: Accelerator) -> Finding:
-    """Train a small model for NUM_STEPS with its state in host memory, and compare its weights with those of plain
-    PyTorch."""
+    """Train a small model with its state in host memory, and compare its weights with those of plain PyTorch."""
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
     batches = torch.randn(NUM_STEPS, 8, WIDTH, device=accelerator.device)

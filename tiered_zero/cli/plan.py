@@ -283,8 +283,8 @@ def specify_planned(
     host_nbytes: int | None = None,
     rates: Machine | None = None,
 ) -> RunSpec:
-    """Specify the run of rank 0, without opening anything. `device_nbytes`: for one rank. `host_nbytes`: for all
-    `ranks`. `rates`: for a placement to choose. None: as on this machine."""
+    """Specify the run of rank 0, without opening anything. `device_nbytes` is for one rank, `host_nbytes` for all
+    `ranks`; `rates` are for choosing a placement. None: those of this machine."""
     from tiered_zero.assembly.spec import PlannedMachine, specify_run
     from tiered_zero.rules.from_config import check_sections
 

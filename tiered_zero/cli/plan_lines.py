@@ -72,8 +72,8 @@ def look_at_drives(needs: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]
 
 
 def fill_drives(needs: Sequence[dict[str, Any]], disks: Sequence[Disk]) -> list[dict[str, Any]]:
-    """Spread `needs`, rows of `directory_needs`, over `disks`: disk i gets directory i if there are as many, else an
-    equal share of all. Return a row for each disk, with the keys of `look_at_drives` and its wear."""
+    """Spread `needs`, rows of `directory_needs`, over `disks`. With as many disks as directories, disk i gets directory
+    i; else each gets an equal share. Return a row for each disk, with the keys of `look_at_drives` and its wear."""
     rows = []
     for index, disk in enumerate(disks):
         own, shares = (needs[index : index + 1], 1) if len(disks) == len(needs) else (needs, len(disks))
@@ -97,7 +97,7 @@ def _drive_row(needs: Sequence[dict[str, Any]], free_nbytes: int, shares: int = 
 
 
 def drive_lines(directories: Sequence[Mapping[str, Any]], drives: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield lines about each directory or disk: bytes needed and free, bytes of a step, steps until its rating is
+    """Yield lines about each directory or disk: bytes needed, free and written in a step, and when its rating is
     reached."""
     free = {path: drive["free_nbytes"] for drive in drives for path in drive["directories"]}
     given = any("disk" in drive for drive in drives)
@@ -133,7 +133,7 @@ def estimate_lines(
     estimate: ActivationEstimate | None, plan: Plan, device_nbytes: int | None, *, is_given: bool
 ) -> tuple[list[str], str]:
     """Return lines about the activations of a micro-batch, and a problem: a sentence if they do not fit and `is_given`,
-    else "". `is_given`: the user gave the length of a sample. `estimate`, `device_nbytes`: None: not known."""
+    else "". `is_given`: the user gave the length of a sample. `estimate` and `device_nbytes` are None if unknown."""
     if estimate is None:
         return [_NO_ESTIMATE], ""
     length = "" if is_given else " (the most that the model takes; --sequence-length TOKENS sets another)"

@@ -73,8 +73,7 @@ class Saver:
             self._save()
 
     def finish(self) -> bool:
-        """Save the last step, if this was not tried before, and wait for the save. Return whether the last step is
-        saved."""
+        """Save the last step, if not tried before, and wait for the save. Return whether the last step is saved."""
         if self._engine.global_steps != self._tried_step:
             self._save("at the end of training")
         self._end_save()
@@ -99,8 +98,8 @@ class Saver:
             self._end_save()
 
     def _is_found(self, error: Exception) -> bool:
-        """Return whether --resume finds the step although its save failed: it is committed in place, and an older tag
-        leads to it."""
+        """Return whether --resume finds a step whose save failed: it is committed in place, and an older tag leads to
+        it."""
         try:
             return isinstance(error, UntaggedCommitError) and find_checkpoint(self._directory).swap is not None
         except StoreError:
@@ -196,8 +195,7 @@ class Training:
     """Runs `tiered-zero train` on one rank. Main thread."""
 
     def __init__(self, options: TrainOptions) -> None:
-        """Check what can be checked before an engine is built. Raises ConfigError, StoreError and
-        click.BadParameter."""
+        """Check what can be checked before an engine is built. Raises ConfigError, StoreError, BadParameter."""
         self._options = options
         model = options.model or DEMO_MODEL
         self._model = model = replace(model, context=options.context or model.context)
@@ -269,7 +267,7 @@ class Training:
         return code
 
     def _train(self, engine: Engine, stop: StopRequest, totals: RunTotals) -> int:
-        """Make the remaining steps and the saves; end early at a signal or a loss that is not finite. Return the exit
+        """Make the remaining steps and saves; end early at a signal or a loss that is not finite. Return the exit
         code."""
         options, progress = self._options, self._progress
         if self._resumes is not None and engine.resumed is not None:

@@ -1,5 +1,4 @@
-"""Load a file or a dict as a `Config`: read JSON with comments, rename keys, apply their fates, resolve "auto",
-validate."""
+"""Load a file or a dict as a `Config`: read JSON with comments, rename keys, apply fates, resolve "auto", validate."""
 
 from __future__ import annotations
 
@@ -100,7 +99,7 @@ def _plain(node: Any, path: str, reading: Reading) -> Any:
 
 def _drop_dotted(tree: dict[str, Any], known: Container[str], reading: Reading) -> None:
     """Drop top-level keys such as "section.key", which DeepSpeed does not read. `known`: the paths of all keys and
-    sections. Raises ConfigError for tiered_zero."""
+    sections. Raises ConfigError for keys of tiered_zero."""
     for name in [name for name in tree if "." in name and name in known]:
         section, _, inner = name.rpartition(".")
         if name.startswith("tiered_zero."):

@@ -227,8 +227,7 @@ class OptimizerSection(Section):
 
     @property
     def algorithm(self) -> str:
-        """The name of the update rule that runs: "AdamW" for type "Adam" too, except if `params.adam_w_mode` is
-        false."""
+        """The update rule that runs: "AdamW" for type "Adam" too, unless `params.adam_w_mode` is false."""
         name = OPTIMIZERS.get(self.type.lower(), self.type)
         return "AdamW" if name == "Adam" and runs_as_adamw("adam", self.params.get("adam_w_mode", True)) else name
 
@@ -341,7 +340,7 @@ def _paths(value: Any) -> Any:
 class StateLimitsSection(Section):
     """How many bytes of master weights and optimizer state may rest on each tier. A tier faster than
     offload_optimizer.device is filled up to its value: first with embeddings, then with the units that the next forward
-    needs first."""
+    needs first. The value of that device itself is only a limit."""
 
     device: Nbytes = Field(
         None, description="most bytes of master weights and state on the device; null: what offload_optimizer says"
@@ -553,8 +552,8 @@ class Config(Section):
         return self
 
     def filled_in(self, settings: Mapping[str, Any]) -> Config:
-        """Return a copy in which `settings` (path -> value) fill the keys that the file leaves out, without placement
-        "auto". Raises ValidationError if `settings` contradict a key of the file."""
+        """Return a copy in which `settings` (path -> value) fill the keys that the file leaves out, with placement
+        "as_written". Raises ValidationError if `settings` contradict a key of the file."""
         values = self.model_dump(by_alias=True, exclude_unset=True)
         for path, value in settings.items():
             *sections, name = path.split(".")
@@ -569,8 +568,7 @@ class Config(Section):
 
     @property
     def activations_device(self) -> Device:
-        """Where activations rest: tiered_zero.activations.device if the file sets it; else cpu_checkpointing
-        decides."""
+        """Where activations rest: tiered_zero.activations.device if the file sets it, else by cpu_checkpointing."""
         own = self.tiered_zero.activations
         if "device" not in own.model_fields_set and self.activation_checkpointing.cpu_checkpointing:
             return "cpu"

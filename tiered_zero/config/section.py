@@ -96,7 +96,7 @@ def _int(digits: str) -> int:
 
 
 def _elements(value: Any, info: ValidationInfo) -> int:
-    """Convert a count of elements as `whole` does, but round a fraction down, with a notice: some trainers compute
+    """Convert a count of elements as `whole` does, but round a fraction down, with a notice: trainers compute
     fractions."""
     exact = number(value)
     if exact.is_integer():

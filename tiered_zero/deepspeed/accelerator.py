@@ -56,7 +56,7 @@ class CurrentAccelerator:
         return True
 
     def communication_backend_name(self) -> str:
-        """Return torch.distributed's backend for the device; gloo for a CPU, and if this torch has none."""
+        """Return torch.distributed's backend for the device; gloo for a CPU, or if torch has none for the device."""
         with suppress(ConfigError):
             return HOST_BACKEND if self._type == "cpu" else device_backend(torch.device(self._type))
         return HOST_BACKEND
@@ -72,8 +72,7 @@ class CurrentAccelerator:
             self._module.empty_cache()
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Return the bytes of tensors on the device; on a CPU the process's resident memory. `device_index`: None: the
-        current device."""
+        """Return the bytes of tensors on the device; on a CPU the process's resident memory."""
         if self._type != "cpu":
             return int(self._module.memory_allocated(device_index))
         with open("/proc/self/statm") as file:

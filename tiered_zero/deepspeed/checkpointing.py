@@ -1,7 +1,7 @@
 """Provide DeepSpeed's `checkpointing`: run functions by torch.utils.checkpoint, which recomputes them in backward.
 
-Their inputs are saved until backward. An engine offloads them (`tiered_zero.activations`); without an engine
-`checkpoint_in_cpu` does.
+The inputs of such a function are saved until backward. An engine offloads these inputs (`tiered_zero.activations`);
+without an engine `checkpoint_in_cpu` does.
 """
 
 from __future__ import annotations
@@ -81,8 +81,7 @@ def configure(
 
 
 def _read(config: Any) -> tuple[ActivationCheckpointingSection, bool]:
-    """Return the section activation_checkpointing of a config, and its key partition_activations, which the schema
-    lacks."""
+    """Return the section activation_checkpointing of a config, and whether partition_activations is true in it."""
     if config is None:
         return ActivationCheckpointingSection(), False
     if isinstance(config, Config):
@@ -127,8 +126,7 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], *, reentrant: bool
 
 
 def _saving(settings: _Settings) -> AbstractContextManager[Any]:
-    """Return the context of a checkpoint: save inputs in host memory if `settings` ask for it and no engine moves
-    them."""
+    """Return a context that saves inputs in host memory, if `settings` ask for this and no engine moves them."""
     in_cpu = settings.checkpoint_in_cpu and torch.is_grad_enabled() and not moves_saved_tensors()
     return save_on_cpu() if in_cpu else nullcontext()
 
@@ -151,8 +149,8 @@ def reset() -> None:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the device's generator with `seed`, and the named random state for split modules by the rank of
-    `configure`'s `mpu_` too."""
+    """Seed the device's generator with `seed`, and the random state of split modules with another seed for each rank of
+    `configure`'s `mpu_`."""
     mpu = _Namespace.settings.mpu if _Namespace.settings is not None else None
     names = ("get_tensor_model_parallel_rank", "get_model_parallel_rank")
     rank = next((getattr(mpu, name)() for name in names if hasattr(mpu, name)), 0)

@@ -60,8 +60,7 @@ def _remedy(path: str) -> str:
 
 
 def refuse_other_names(module: str = "") -> Callable[[str], Any]:
-    """Return the `__getattr__` of a file that provides DeepSpeed's `module` ("": the package): it raises
-    MissingNameError."""
+    """Return the `__getattr__` of the file for DeepSpeed's `module` ("": the package). It raises MissingNameError."""
 
     def refuse(name: str) -> Any:
         if name.startswith("__"):

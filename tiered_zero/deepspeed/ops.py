@@ -1,5 +1,4 @@
-"""Provide DeepSpeed's optimizers, with its defaults: torch's classes, and a Lion. An engine steps them with its own
-kernel."""
+"""Provide DeepSpeed's optimizers: torch's classes, and a Lion, with DeepSpeed's defaults."""
 
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ def FusedAdam(
 
 
 def _check_groups(params: list[Any]) -> None:
-    """Raise ConfigError for a param group of an optimizer other than Adam: Accelerate hands over the groups of any."""
+    """Raise ConfigError for a param group of an optimizer other than Adam: Accelerate passes the groups of any."""
     for group in params:
         if not isinstance(group, dict) or "lr" not in group or "amsgrad" in group:
             continue  # of no optimizer, or of torch's Adam

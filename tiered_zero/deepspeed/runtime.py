@@ -36,8 +36,7 @@ __getattr__ = refuse_other_names("runtime")
 
 
 class _ParameterOffload:
-    """Stands for DeepSpeed's `optimizer.parameter_offload`, whose hooks TRL removes for generation and adds again. It
-    has none."""
+    """Stands for DeepSpeed's `optimizer.parameter_offload`, whose hooks TRL removes and adds. It has no hooks."""
 
     class _Module(nn.Module):
         def ds_external_parameters(self) -> tuple[()]:
@@ -68,8 +67,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, DeepSpeedOpt
 
 
 def _check_accelerate() -> None:
-    """Raise ModelError if Accelerate has found another number of ranks than there are: it would split the data
-    wrongly."""
+    """Raise ModelError if Accelerate knows another number of ranks: it would split the data wrongly."""
     # without a GPU and without a named backend, Accelerate finds one rank in each process
     state = sys.modules.get("accelerate.state")
     known = state.PartialState._shared_state.get("num_processes") if state is not None else None

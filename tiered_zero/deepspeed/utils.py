@@ -1,8 +1,6 @@
-"""Provide DeepSpeed's `utils`: the full values of a parameter, the weights of a checkpoint (`zero_to_fp32`), the
-logger.
+"""Provide DeepSpeed's `utils`: the full values of a parameter, the weights of a checkpoint as fp32, and the logger.
 
-It also has what Accelerate imports from `checkpoint.utils` and `launcher.runner`. Bytes are checked as they are
-read.
+It also has what Accelerate imports from `checkpoint.utils` and `launcher.runner`. Every byte read is checked.
 """
 
 from __future__ import annotations
@@ -88,8 +86,8 @@ class RepeatingLoader:
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Return the modules of `model` of the classes `leaf_module_classes`, given as classes or names, and change
-    nothing. Raises ConfigError for no such module if `raise_if_not_found`."""
+    """Return the modules of `model` that have one of the given classes or class names; change nothing. Raises
+    ConfigError if there are none and `raise_if_not_found` is true."""
     kinds = tuple(kind for kind in leaf_module_classes if isinstance(kind, type))
     names = {kind for kind in leaf_module_classes if isinstance(kind, str)}
 
@@ -127,9 +125,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> StateDict:
-    """Read the weights of `checkpoint_dir/tag` to host memory, as fp32 and under all their names. `tag`: None: the one
-    that `latest` names, else the newest whole one. `lazy_mode`: no effect. Raises StoreError, CorruptionError, and
-    BudgetError if they do not fit."""
+    """Read the weights of `checkpoint_dir/tag` to host memory, as fp32 and under all their names. Without `tag`, read
+    the checkpoint that `latest` names, else the newest whole one. `lazy_mode`: no effect. Raises StoreError,
+    CorruptionError, and BudgetError if they do not fit."""
     with _open(checkpoint_dir, tag) as reader:
         weights = list_weights(reader, with_frozen=not exclude_frozen_parameters)
         needed = sum({id(weight.read): weight.nbytes for weight in weights}.values())
@@ -167,8 +165,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     exclude_frozen_parameters: bool = False,
 ) -> None:
     """Write the weights of `checkpoint_dir/tag` to `output_dir` as safetensors, in bounded memory. `max_shard_size`:
-    the most bytes of a file, or text such as "5GB"; None: one file. `safe_serialization`: no effect. Raises StoreError,
-    CorruptionError, ConfigError."""
+    the most bytes of a file, or text such as "5GB"; None: one file. `safe_serialization`: False only logs a warning.
+    Raises StoreError, CorruptionError, ConfigError."""
     if not safe_serialization:
         logger.warning("convert_zero_checkpoint_to_fp32_state_dict writes model.safetensors, and no pytorch_model.bin")
     try:

@@ -53,6 +53,7 @@ class Init:
         """Initialize the default process group if there is none. Only `enabled` has an effect."""
         if enabled:
             open_default_group()
+            # not on the meta device, where values that a constructor writes into parameters would be lost
             logger.info("zero.Init: the model is built in host memory, and moves to its tiers in initialize()")
 
     def __enter__(self) -> Init:

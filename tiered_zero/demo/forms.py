@@ -31,8 +31,7 @@ WATCH_S = 0.01
 @dataclass(frozen=True, kw_only=True)
 class Form:
     """How to train. `directory`: for swap files; None: plain PyTorch. `limit_nbytes`: the most memory beyond that of
-    the imports; None: no limit. `device_nbytes`, `host_nbytes`: limits of the engine's plan. `steps`: each prints its
-    loss."""
+    the imports; None: no limit. `device_nbytes`, `host_nbytes`: limits of the engine's plan."""
 
     layers: int
     hidden: int
@@ -97,8 +96,7 @@ def run(form: Form) -> None:
 
 
 class _MemoryWatch:
-    """Ends this process when its own memory grows by more than `limit_nbytes`. A thread checks every WATCH_S
-    seconds."""
+    """Ends this process when its own memory grows by more than `limit_nbytes`. A thread checks every WATCH_S."""
 
     def __init__(self, limit_nbytes: int | None) -> None:
         self._limit_nbytes, self.peak_nbytes = limit_nbytes, 0

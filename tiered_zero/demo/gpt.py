@@ -77,8 +77,7 @@ class GPT(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return logits [B, T, vocab]; with `targets` the mean loss, fp32. `tokens`, `targets`: [B, T] int64, T <=
-        context."""
+        """Return logits [B, T, vocab]; with `targets` the mean loss, fp32. Arguments: [B, T] int64, T <= context."""
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)

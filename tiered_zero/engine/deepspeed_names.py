@@ -102,13 +102,12 @@ class DeepSpeedNames(ABC):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Change nothing: `step()` reduces gradients over ranks. Raises ModelError if backward reduces them."""
+        """Change nothing. Raises ModelError if this run reduces gradients over ranks in backward."""
         self._step.check_no_sync()
         yield
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Raise ModelError: compile the model before `initialize`. Accelerate calls this for Trainer's
-        `torch_compile`."""
+        """Raise ModelError: compile the model before `initialize`. Accelerate calls this for `torch_compile`."""
         raise ModelError(
             "engine.compile(), or torch_compile=True of TrainingArguments: expected a model that is compiled before it "
             "is given to initialize(); found an engine. Leave it out, and compile the model's blocks, each with its "
@@ -133,8 +132,7 @@ class DeepSpeedNames(ABC):
         return state
 
     def load_module_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Load `state_dict` into parameters, buffers and fp32 masters. `strict`: raise for missing and unexpected
-        names."""
+        """Load `state_dict` into parameters, buffers and fp32 masters. `strict`: raise for names that do not match."""
         self._run.module.load_state_dict(state_dict, strict=strict)
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
@@ -164,8 +162,7 @@ class DeepSpeedNames(ABC):
         return check.norm if check is not None else None
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Return whether the next `step()` updates the weights. As in DeepSpeed, it is always False without
-        managed_gradient_accumulation."""
+        """Return whether the next `step()` updates the weights; always False without managed_gradient_accumulation."""
         return self._run.config.managed_gradient_accumulation and self._step.counts.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:

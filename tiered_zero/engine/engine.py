@@ -90,7 +90,7 @@ class Engine(DeepSpeedNames):
         """Run backward of `loss`, divided by the accumulation steps (if `scale_wrt_gas`) and multiplied by the loss
         scale. Return `loss` unchanged. If backward raises, this step's gradients are dropped.
 
-        `loss.backward()` works too, with the loss undivided. With fp16 it raises ModelError: call `scale` first.
+        `loss.backward()` works too: do not divide the loss yourself. With fp16 it raises ModelError: use `scale`.
 
         From backward to `step()`, `param.grad` reads and sets the gradient, without the loss scale. It lies on the
         gradient's tier; its dtype may be fp32 in a 16-bit model. Reading it raises ModelError with many ranks, or if
@@ -213,12 +213,12 @@ class Engine(DeepSpeedNames):
         """Save the whole state of the run as `save_dir/tag` (default tag: global_step{N}), durably. Call it right after
         a `step()` that updates. Every rank calls it; if one rank fails, every rank raises.
 
-        With checkpoint.async, a save of state in memory goes on in the background. `flush()`, `close()` and the next
-        save or load wait for it and raise its error.
+        With tiered_zero.checkpoint.async, a save of state in memory goes on in the background. `flush()`, `close()` and
+        the next save or load wait for it and raise its error.
 
-        `client_state`: your own plain values, tensors and arrays; rank 0's is saved. `save_latest`: the file `latest`
-        names this tag. `exclude_frozen_parameters`: leave frozen parameters out; load with load_module_strict=False.
-        Raises ModelError, StoreError and TransferError.
+        `client_state`: your own plain values, tensors and arrays; rank 0's is saved. `save_latest`: let the file
+        `latest` name this tag. `exclude_frozen_parameters`: leave frozen parameters out; load with
+        load_module_strict=False. Raises ModelError, StoreError and TransferError.
         """
 
         def begin() -> tuple[int, str]:
@@ -284,8 +284,7 @@ class Engine(DeepSpeedNames):
 
     @property
     def resumed(self) -> tuple[Path, dict[str, Any]] | None:
-        """The path and client_state of the checkpoint that tiered_zero.checkpoint.resume has loaded; None for a new
-        run."""
+        """The path and client_state of the checkpoint that tiered_zero.checkpoint.resume has loaded, or None."""
         return self._run.checkpoints.resumed
 
     # -- weights -------------------------------------------------------------------------------------------------------
@@ -355,14 +354,13 @@ class Engine(DeepSpeedNames):
 
     @on_one_thread
     def peek(self, name: str, kind: str = "master") -> torch.Tensor | None:
-        """Return the master, the gradient or a state tensor of one parameter, copied to the CPU from any tier. It waits
-        for every update and reads whole sub-groups: too slow for every step.
+        """Return the master, the gradient or a state tensor of one parameter, copied to the CPU from any tier. This
+        waits for every update and reads whole sub-groups: it is too slow for every step.
 
         `kind`: "master", "grad" (between backward and `step()`, without the loss scale), or a state tensor's name in
         torch's optimizer, such as "exp_avg". Masters and gradients are fp32. Returns None for a frozen parameter, for
         state before the first step, and without a gradient. Raises ModelError for an unknown `name` or `kind`, and for
-        "grad" if `param.grad` cannot be read. If state is sharded (many ranks, stage 1 and up), every rank calls
-        this.
+        "grad" if `param.grad` cannot be read. If state is sharded (many ranks, stage 1 and up), every rank calls it.
         """
         param = self._named(name)
         if kind == "master":
@@ -373,8 +371,8 @@ class Engine(DeepSpeedNames):
     def poke(self, name: str, kind: str, value: torch.Tensor) -> None:
         """Set the value that `peek(name, kind)` returns. The next step uses it.
 
-        The parameter of a master becomes `value` rounded to its dtype. State in a lossy `state_format` is rounded.
-        Raises ModelError if the parameter has no value of this kind. Every rank calls this, and rank 0's `value` is
+        With a new master, the parameter becomes `value` rounded to its dtype. State in a lossy `state_format` is
+        rounded. Raises ModelError if the parameter has no such value. Every rank calls this, and rank 0's `value` is
         set.
         """
         param = self._named(name)

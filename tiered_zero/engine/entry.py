@@ -56,8 +56,7 @@ class Movers:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineParts:
-    """What an engine holds. `optimizer`: None if the engine only evaluates. `observers`: called with each step's
-    report."""
+    """What an engine holds. `optimizer`: None if it only evaluates. `observers`: called with each step's report."""
 
     module: nn.Module
     config: Config
@@ -196,6 +195,7 @@ class StepCounts:
     def begin_backward(self, retain_graph: bool) -> bool:
         """Count an `engine.backward()`. Return whether it is probably the only backward of its micro-batch."""
         self.num_backwards += 1
+        # with `retain_graph` another backward of the graph will follow
         return self.num_backwards == 1 and self._one_backward_each and not retain_graph
 
     def end_backward(self, num_uses: int) -> None:
@@ -213,8 +213,7 @@ class StepCounts:
             )
 
     def begin_step(self, num_uses: int) -> bool:
-        """Count a micro-batch, and return whether its step is a boundary. `num_uses`: the pager's count of uses of
-        weights."""
+        """Count a micro-batch, and return whether its step is a boundary. `num_uses`: the pager's count of uses."""
         boundary = self.is_boundary()
         self.micro_steps += 1 if self._managed else max(1, self.num_backwards)
         used = self.num_backwards and num_uses != self._num_uses  # weights were used after the backward
@@ -262,8 +261,7 @@ class StepCounts:
 
 
 def end_unreferenced_run(process: OwnProcess, resources: Teardown) -> None:
-    """Close the `resources` of a run after its engine was garbage-collected, or when the process exits. `process`: the
-    one that built the run."""
+    """Close the `resources` of a run that the user did not close. `process`: the one that built the run."""
     if not process.is_current():
         return  # a forked child owns nothing, and has no lane that could end an update
     if threading.current_thread() is threading.main_thread():
@@ -277,8 +275,8 @@ _CAUGHT = "an exception that its program has caught"
 
 @final
 class Entrance:
-    """Begins and ends each call of an engine, and follows a `loss.backward()` of the user. A call that fails drops the
-    step; if the update has begun, it latches the engine. Used on the driver thread, or on autograd's thread while the
+    """Begins and ends each call of an engine, and follows a `loss.backward()` of the user. If one fails, it drops the
+    step; if the update has begun, it also latches the engine. Used on the driver thread, or on autograd's while the
     driver waits."""
 
     def __init__(
@@ -401,8 +399,7 @@ class Entrance:
         self._pager.driver.end_backward()
 
     def _backward_has_failed(self) -> bool:
-        """Return whether an exception has ended the `loss.backward()` followed last. Call it between calls of the
-        engine."""
+        """Return whether an exception ended the `loss.backward()` followed last. Call it between the engine's calls."""
         if self._ending is None or self._ending() is None:
             return self._ending is not None
         return torch._C._current_graph_task_id() == -1 and self._pager.driver.other() is None
@@ -463,8 +460,7 @@ class Entrance:
             movers.pager.driver.was_broken_off = False
 
     def drop_gradients(self, are_taken: bool = False) -> None:
-        """Drop the step's gradients. `are_taken`: the update has taken them; drop what hooks have assigned since
-        then."""
+        """Drop the step's gradients. `are_taken`: the update has taken them; drop what hooks assigned later."""
         gradients = self._movers.gradients
         self._arrivals.reset()
         gradients.hide()

@@ -93,8 +93,7 @@ def _read_masters(step: TrainStep, unit: Unit) -> torch.Tensor:
 
 @hold_interrupts()
 def get_state(param: nn.Parameter, name: str) -> torch.Tensor | None:
-    """Return a copy of a state tensor; None before the first step. `name`: as in torch's optimizer, such as
-    "exp_avg"."""
+    """Return a copy of the state tensor `name` of torch's optimizer, such as "exp_avg"; None before the first step."""
     if (step := _step_of(param)) is None:
         return None
     (_, entry), view = _place(step, param), step.policy.view

@@ -185,8 +185,8 @@ class TrainStep:
 
     def check(self, trains: bool = False) -> None:
         """Drop an unfinished step, then check that a call may begin. `trains`: the call is part of training. Raises
-        EngineFailedError after a failed update. Raises ModelError if the engine is closed, and for training if it has
-        no optimizer or if other parameters are in its param groups."""
+        EngineFailedError after a failed update. Raises ModelError if the engine is closed; for training, also if it has
+        no optimizer or if its param groups hold other parameters than at the start."""
         if self.is_closed:
             raise ModelError("This engine is closed; its tiers are gone. Make another with tiered_zero.initialize().")
         self.entrance.recover()
@@ -422,8 +422,8 @@ class TrainStep:
         self.entrance.end_step()
 
     def _check_gradients(self, by_optimizer: bool) -> GradCheck:
-        """Return the norm, clip factor and finiteness of the gradients, averaged over ranks. `by_optimizer`: clip only
-        if the config sets gradient_clipping."""
+        """Average gradients over ranks, and return their norm, clip factor and finiteness. `by_optimizer`: clip only if
+        the config sets gradient_clipping."""
         loss_scale, counts = self.overflow.loss_scale, self.counts
         # a loop that calls optimizer.step() may clip gradients itself
         clipping = self._clipping if not by_optimizer or self._is_clipping_asked else 0.0

@@ -40,8 +40,8 @@ class Plugin(BasePlugin):  # type: ignore[misc, unused-ignore]
         return f"{__name__}.{TieredZeroArgs.__name__}"
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
-        """Build the engine if the config asks for one. Raises ConfigError. axolotl calls this after adapters are in the
-        model."""
+        """Build the engine if the config asks for one. axolotl calls this after adapters are added. Raises
+        ConfigError."""
         if cfg.tiered_zero_offload and cfg.tiered_zero_config:
             raise ConfigError("tiered_zero_offload, tiered_zero_config: expected one of them; found both.")
         if cfg.tiered_zero_config is None:
@@ -65,8 +65,8 @@ class Plugin(BasePlugin):  # type: ignore[misc, unused-ignore]
         self.engine = tiered_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
 
     def create_optimizer(self, cfg: Any, trainer: Any) -> Any:
-        """Return the engine's optimizer, or with tiered_zero_offload an OffloadedOptimizer of Trainer's class and param
-        groups, or None: Trainer makes its own."""
+        """Return the engine's optimizer, or with tiered_zero_offload an OffloadedOptimizer; None: Trainer makes its
+        own."""
         if self.engine is not None:
             return self.engine.optimizer
         if cfg.tiered_zero_offload is None or trainer.optimizer_cls_and_kwargs is not None:

@@ -15,8 +15,8 @@ from tiered_zero.errors import ConfigError, ModelError
 
 class TieredStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
     """Puts parameters, gradients and state on the tiers of `config`: `Trainer(strategy=TieredStrategy(config))`.
-    Lightning accumulates gradients and clips them; several ranks clip by `gradient_clipping` in the config. The engine
-    stays open after `fit`; `engine.close()` or the end of the strategy frees it."""
+    Lightning accumulates gradients, and on one rank clips them; several ranks clip by `gradient_clipping` in the
+    config. The engine stays open after `fit`; `engine.close()` or the end of the strategy frees it."""
 
     def __init__(self, config: Mapping[str, Any] | str | os.PathLike[str], **options: Any) -> None:
         """Read the config. `options`: arguments of DDPStrategy. Raises ConfigError."""

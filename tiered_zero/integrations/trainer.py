@@ -1,5 +1,4 @@
-"""Connect to the Trainer of Transformers by two callbacks: one saves optimizer state, the other logs bytes and
-rates."""
+"""Connect to the Trainer of Transformers by two callbacks: one saves optimizer state, one logs bytes and rates."""
 
 from __future__ import annotations
 
@@ -68,10 +67,10 @@ def _folder(args: Any, state: Any) -> Path:
 
 
 class ReportCallback(TrainerCallback):
-    """Adds numbers to each line of training logs: GiB on each tier, the busy share of each link in the last step, and
-    GB that this process has written to the disk. `rated`: what the drive may take, such as "600TB", to log the share
-    used. `engine`: None if an OffloadedOptimizer steps. Place this callback before other loggers, which miss the
-    numbers otherwise."""
+    """Adds to each line of training logs: GiB on each tier, the busy share of each link in the last step, and GB that
+    this process has written to the disk. `engine`: the engine, if one steps the optimizer. `rated`: what the drive is
+    rated to take, such as "600TB"; its used share is logged too. Loggers that run before this callback miss the
+    numbers."""
 
     def __init__(self, engine: Any = None, rated: str | int | None = None) -> None:
         self._engine = engine

@@ -65,8 +65,7 @@ class ParamSpec:
         return cast("Memory", tensor.as_strided(self.shape, self.stride, tensor.storage_offset()))
 
     def flatten(self, value: Memory) -> Memory:
-        """Return the elements of `value` as [numel], in the parameter's memory order: a view if `value` has its
-        strides."""
+        """Return the elements of `value` as [numel], in the parameter's memory order; a view if strides are equal."""
         tensor: Any = value
         if self.stride is None:
             return cast("Memory", tensor.contiguous().view(-1))
@@ -248,8 +247,7 @@ class _Part:
 
 def find_units(root: ModuleSpec, specs: Sequence[ParamSpec], rules: UnitRules) -> list[Unit]:
     """Cut the tree into units by modules, dtype, `requires_grad` and persistence. `specs`: all parameters of the model.
-    A tied parameter belongs to the first unit that has it. Units are in the order of the tree, which most models
-    follow."""
+    A tied parameter belongs to the first unit that has it. Units are in the order of the tree."""
     total = sum(spec.numel for spec in specs)
     cap = rules.size_cap_numel or min(MAX_UNIT_NUMEL, max(1, total // 4))  # at least four units if possible
     parts = _join_small(_cut_parts(root, specs, cap, rules), min(SMALL_NUMEL, cap, total // 64))
@@ -340,8 +338,7 @@ def _walk(
 
 
 def _block(above: Sequence[ModuleSpec]) -> str | None:
-    """Return the name of the innermost block in `above` that holds a stack; None without one. `above`: modules, root
-    first."""
+    """Return the name of the innermost block in `above` (root first) that holds a stack; None without one."""
     blocks = [
         module.name
         for outer, module in pairwise(above)

@@ -159,8 +159,8 @@ def pack_params(
     params: Sequence[tuple[ParamSpec, int]], size_numel: int, *, elementwise: bool, first_index: int = 0
 ) -> list[SubGroup]:
     """Cut separately stored parameters into sub-groups of at most `size_numel` elements, rounded up to whole pages.
-    `params`: each with the index of its param group. `elementwise`: a parameter may be cut; else one that is larger is
-    a sub-group. `first_index`: the index of the first sub-group."""
+    `params`: each with the index of its param group. `elementwise`: a parameter may be cut; else a larger one is a
+    sub-group of its own. `first_index`: the index of the first sub-group."""
     runs = []
     for param, _ in params:
         unit = Unit(

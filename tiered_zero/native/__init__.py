@@ -94,5 +94,5 @@ def declare(function: Any, result: Any, *arguments: Any) -> Any:
 
 
 def struct_fields(*rows: tuple[Any, str]) -> list[tuple[str, Any]]:
-    """List the `_fields_` of a ctypes.Structure. `rows`: a ctypes type, and the names of its fields, in C's order."""
+    """List the `_fields_` of a ctypes.Structure. `rows`: (ctypes type, names of its fields), in the order of C."""
     return [(name, kind) for kind, names in rows for name in names.split()]

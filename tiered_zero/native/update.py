@@ -70,8 +70,8 @@ class Hyper(ctypes.Structure):
 
 
 class Moments(ctypes.Structure):
-    """One array of 8-bit moments to convert; addresses as in update.c. `encode`: 1 makes codes of floats, 0 floats of
-    codes."""
+    """One array of 8-bit moments to convert; addresses as in update.c. `encode`: 1: floats to codes, 0: codes to
+    floats."""
 
     _fields_ = struct_fields(
         (ctypes.c_void_p, "codes scales values table"),
@@ -106,8 +106,8 @@ class _CopyNormArgs(ctypes.Structure):
 @final
 class UpdateKernel:
     """Calls the functions of update.c with one instruction set (level) and a pool of threads. Any thread may call; if
-    the pool is busy, a call uses its own thread alone. Calls release the GIL. Results have the same bits at each level
-    and for any number of threads."""
+    the pool is busy, a call uses its own thread alone. Fork-safe. Calls release the GIL. Results have the same bits at
+    each level and for any number of threads."""
 
     def __init__(
         self, path: Path, level: str | None = None, num_threads: int | None = None, root: MklRoot | None = None
@@ -219,8 +219,7 @@ def available_cpus(environment: Mapping[str, str] = os.environ, root: Path = Pat
 
 
 def num_kernel_threads(*, shares_cores: bool) -> int:
-    """Return how many threads a run's update kernel gets. `shares_cores`: the CPU computes too, and waits for the
-    kernel."""
+    """Return how many threads a run's update kernel gets. `shares_cores`: the CPU computes too."""
     return available_cpus() if shares_cores else max(1, available_cpus() - NUM_FREE_CORES)
 
 

@@ -115,8 +115,7 @@ def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series],
 
 
 def stacked_chart(title: str, x_label: str, y_label: str, layers: Sequence[Series], most: float = math.inf) -> str:
-    """Draw stacked bars, with the first layer at the bottom. All layers have the same x values. `most`: cut bars at
-    this y."""
+    """Draw stacked bars, the first layer at the bottom. All layers have the same x values. `most`: cut bars at it."""
     thinned = [thin(layer.points) for layer in layers]
     if not thinned or not thinned[0]:
         return NOT_RECORDED

@@ -64,10 +64,11 @@ class StepReport(JsonRecord):
 
     `start_s`: seconds of placing the model's values; 0 after the first step. `seconds`: by cause. `loss`: mean over the
     micro-batches, unscaled. `tokens`: of all micro-batches; 0 if the model reads none. `lr`: of the first param group.
-    `grad_norm`: before clipping. None in these fields: unknown. `link_nbytes`, `busy_s`: bytes moved and busy seconds
-    by lane. `tier_nbytes`: most bytes by tier in this step; `peak_nbytes`, `kind_nbytes`: since the run began, by tier,
-    and by tier and kind. `activations`: numbers and bytes of those moved, and of those kept on the device for lack of
-    room. `cpu_share`: share of its threads' CPU seconds that the process got; None if an accelerator computes.
+    `grad_norm`: before clipping. `loss`, `lr` and `grad_norm` are None if unknown. `link_nbytes`, `busy_s`: bytes moved
+    and busy seconds by lane. `tier_nbytes`: most bytes by tier in this step; `peak_nbytes`, `kind_nbytes`: since the
+    run began, by tier, and by tier and kind. `activations`: numbers and bytes of activations that were moved, and of
+    those kept on the device for lack of room. `cpu_share`: share of its threads' CPU seconds that the process got; None
+    if an accelerator computes.
     """
 
     step: int
@@ -208,10 +209,10 @@ class RunReport(JsonRecord):
     """The report of a whole run, or of a run up to now.
 
     `step_s`, `seconds`, `busy_s`, `overlap`, `bound_by` and `cpu_share` describe the typical step: the mean of the
-    steps without the first, and without the fastest and the slowest quarter. `planned_nbytes`, `peak_nbytes`: by tier.
-    `link_nbytes`: by lane, in the whole run. `bytes_per_s`: by lane, while it is busy. `end_save_s`: seconds of saves
-    after the last step. `predicted`: of one step: "tokens", "step" (seconds), and busy seconds by lane; empty if
-    unknown.
+    steps without the first (if there are others), and without the fastest and the slowest quarter. `planned_nbytes`,
+    `peak_nbytes`: by tier. `link_nbytes`: by lane, in the whole run. `bytes_per_s`: by lane, while it is busy.
+    `end_save_s`: seconds of saves after the last step. `predicted`: of one step: "tokens", "step" (seconds), and busy
+    seconds by lane; empty if unknown.
     """
 
     steps: int

@@ -35,8 +35,7 @@ TIMELINE_STEP = 3
 @dataclass(frozen=True, kw_only=True)
 class RunHeader(JsonRecord):
     """The first line of a record: what is known before the first step. `planned_nbytes`: tier -> kind -> bytes.
-    `config`: key -> value as JSON, without defaults. `predicted`: as in RunReport. `started_at`: seconds since the
-    epoch."""
+    `config`: key -> value as JSON, without defaults. `predicted`: as in RunReport. `started_at`: Unix time."""
 
     model: str
     num_parameters: int
@@ -122,8 +121,7 @@ class PrivateFile:
         return self._fd.closed
 
     def write(self, text: str) -> None:
-        """Write `text` without a buffer, so that it survives a kill. Never raises. Does nothing if the file is
-        closed."""
+        """Write `text` without a buffer, so that it survives a kill. Never raises. Does nothing once closed."""
         if self.closed:
             return
         data = memoryview(text.encode())
@@ -218,7 +216,7 @@ class RowLayout:
         self._rows: dict[str, list[_Row]] = {name: [] for name in (*LANES, *WAIT_CAUSES)}
 
     def place(self, span: Span) -> tuple[str, int]:
-        """Assign a span to a row: return its lane or wait, and the row's index there. Pass spans in the order of
+        """Assign a span to a row: return its lane or wait, and the row's index there. Call in the order of
         `by_start`."""
         name = span.kind if is_wait(span.kind) else span.lane
         rows = self._rows.setdefault(name, [])
