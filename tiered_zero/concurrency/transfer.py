@@ -21,8 +21,8 @@ The wait's timeout then does not count that time."""
 class Transfer(ABC):
     """One asynchronous operation: a job of a lane, a disk request, a milestone of an update. Any thread.
 
-    A transfer completes once, with or without an error. Until then the caller keeps the operation's memory alive and
-    does not touch it."""
+    A transfer completes once, with or without an error. Until then only the operation uses its memory, which the caller
+    keeps alive."""
 
     @abstractmethod
     def done(self) -> bool:

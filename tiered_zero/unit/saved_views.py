@@ -99,8 +99,7 @@ class SavedViews:
         mover: TensorMover | None = None,
     ) -> None:
         """`fault_in_saved(unit_index, version)`: fetches a unit for the running backward and returns its storage.
-        `mover`: gets saved tensors that are no views of a unit, if no other hooks get them. None: they stay on the
-        device."""
+        `mover`: gets saved tensors that are no views of a unit; None: they stay on the device."""
         self._units = units
         self._fault_in_saved = fault_in_saved
         self._mover = mover
@@ -202,8 +201,7 @@ class SavedViews:
             return self._mover.pack(*saved) or saved
 
     def hooks_inside(self, outer: tuple[Pack, Unpack] | None) -> tuple[Pack, Unpack] | None:
-        """Return the hooks to set inside of `outer`, the hooks set now. Return None if `outer` are our own or a
-        checkpoint's."""
+        """Return the hooks to set inside of the present hooks, `outer`; None if these are our own or a checkpoint's."""
         if outer is None:
             return (self.pack if self._mover is None else self.pack_and_move), self.unpack
         # a checkpoint counts all saved tensors, and recomputes without the engine's call around it
