@@ -1,19 +1,10 @@
 """Spread a store over several data files; append records to a new data file; read records and verify their checksums.
 
 A store has one data file in each of its directories. Its bytes are cut into stripes; a faster disk gets more of them.
-`RecordWriter` writes the caller's memory without a copy, while a thread computes checksums. It reserves disk blocks
-when it makes the file: a full disk is then an error at the start, and no write changes the file's size. (Linux runs
-direct writes that change it one at a time.)
 
-Computing checksums slows training: a step during a save takes 9 to 12% longer, and 3% longer without checksums. The
-checksums of 1.6 GB that no cache holds take 0.1 s of a processor, 0.3 s while training runs, and a step waits for its
-slowest thread. A checksum thread of low priority would cost 4 to 8%, but next to other programs it may take long: a
-call that waits for the save would then need a second thread, of normal priority.
-
-A read is cut into windows: a window is a piece of a record that fits into a buffer and has whole checksummed ranges.
-While the caller copies one window out of its buffer, a thread verifies the next one and the disk reads further ones.
-1.6 GB take 0.59 s through these buffers, which stay in the processor's cache (fio with 16 MiB of buffers: 0.52 s), and
-0.72 s straight into the destination."""
+A read is cut into windows: pieces of records that fit into a buffer. The disk reads windows ahead, a thread verifies
+one, and the caller copies the one before it. Through these buffers, which stay in the processor's cache, 1.6 GB take
+0.59 s; straight into the destination they take 0.72 s."""
 
 from __future__ import annotations
 
@@ -63,13 +54,11 @@ from tiered_zero.system import map_memory
 DATA_NAME = "data.bin"
 
 PieceRequest = Callable[[File, int, memoryview], IOTransfer]
-"""Starts to read or write one stripe piece, given its file, file offset and memory: `IOEngine.read` or
-`IOEngine.write`."""
+"""Starts to read or write one stripe piece: `IOEngine.read` or `IOEngine.write`."""
 
 
 class StripePiece(NamedTuple):
-    """Bytes of a store that lie in one piece in one file: `nbytes` bytes at `file_offset` of the file number
-    `file_index`."""
+    """Bytes of a store that lie in one piece: `nbytes` bytes at `file_offset` of the file number `file_index`."""
 
     file_index: int
     file_offset: int
@@ -78,9 +67,8 @@ class StripePiece(NamedTuple):
 
 @final
 class Stripes:
-    """Maps an address (a byte's number in a store) to a data file and the offset in it, by arithmetic alone. `weights`:
-    the speed of each file's disk, > 0, in any unit, such as measured bytes/s; a file's share of the store is in
-    proportion."""
+    """Maps an address (a byte's number in a store) to a data file and the offset in it. `weights`: the speed of each
+    file's disk, > 0, in any unit; a file's share of the store is in proportion."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         if not weights or min(weights) <= 0:
@@ -91,8 +79,7 @@ class Stripes:
         self._ranks = [self._turn[:place].count(index) for place, index in enumerate(self._turn)]
 
     def pieces(self, offset: int, nbytes: int) -> Iterator[StripePiece]:
-        """Cut the addresses `[offset, offset + nbytes)` into pieces that lie in one file each, and yield them in order.
-        With one file there is one piece."""
+        """Yield the addresses `[offset, offset + nbytes)` in order, cut into pieces that lie in one file each."""
         if len(self.weights) == 1:
             yield StripePiece(0, offset, nbytes)
             return
@@ -126,8 +113,8 @@ class StripedFiles:
 
     @classmethod
     def create(cls, engine: IOEngine, paths: Sequence[Path], stripes: Stripes, capacity_nbytes: int) -> StripedFiles:
-        """Create the files `paths` and reserve disk blocks for `capacity_nbytes` in total. On failure, such as a full
-        disk, remove the files and raise StoreError."""
+        """Create the files `paths` and reserve disk blocks for `capacity_nbytes` in total. On failure remove the files
+        and raise StoreError."""
         made = cls(engine, (), stripes)
         for name, nbytes in zip(paths, stripes.file_nbytes(capacity_nbytes), strict=True):
             try:
@@ -166,8 +153,7 @@ class StripedFiles:
         return opened
 
     def grow(self, capacity_nbytes: int) -> None:
-        """Enlarge the files to `capacity_nbytes` in total, with reserved disk blocks. Raises StoreError if the disk is
-        too small."""
+        """Enlarge the files to `capacity_nbytes` in total, with reserved disk blocks. Raises StoreError."""
         for file, nbytes in zip(self._files, self.stripes.file_nbytes(capacity_nbytes), strict=True):
             try:
                 file.allocate(nbytes)
@@ -183,11 +169,11 @@ class StripedFiles:
         return self.stripes.locate([file.path for file in self._files], offset)
 
     def submit(self, request: PieceRequest, offset: int, memory: memoryview, transfers: list[IOTransfer]) -> None:
-        """Start to transfer `memory` from or to the address `offset` of the store, one transfer for each stripe piece.
-        `request`: IOEngine.read or IOEngine.write. `transfers`: receives each transfer as it starts, so that the caller
-        has it even if a later one raises."""
+        """Start to transfer `memory` from or to the address `offset`, one transfer for each stripe piece. `request`:
+        IOEngine.read or IOEngine.write. `transfers`: receives each transfer as it starts."""
         start = 0
         for index, at, nbytes in self.stripes.pieces(offset, len(memory)):
+            # one by one: the caller must wait for those that have started, even if a later one raises
             transfers.append(request(self._files[index], at, memory[start : start + nbytes]))
             start += nbytes
 
@@ -202,8 +188,8 @@ class StripedFiles:
 
 
 def check_data_files(paths: Sequence[Path], stripes: Stripes, capacity_nbytes: int) -> None:
-    """Check the data file in each of the directories `paths`. Raises StoreError if a file is missing, too short or of
-    another user, or if the number of paths is not that of `stripes`."""
+    """Check the data file in each of the directories `paths`. Raises StoreError if one is missing, too short or of
+    another user, or if the number of paths is wrong."""
     if len(paths) != len(stripes.weights):
         raise StoreError(f"{paths[0]}: the state is striped over {len(stripes.weights)} paths; found {len(paths)}.")
     for path, nbytes in zip(paths, stripes.file_nbytes(capacity_nbytes), strict=True):
@@ -214,8 +200,7 @@ def check_data_files(paths: Sequence[Path], stripes: Stripes, capacity_nbytes: i
 
 
 def _fault(name: Path, nbytes: int) -> str:
-    """Return what is wrong with the data file `name`, such as "is missing"; "" if it can be opened and has at least
-    `nbytes` bytes."""
+    """Return what is wrong with the data file `name`, such as "is missing"; "" if it has at least `nbytes` bytes."""
     try:
         with open_of_owner(name) as fd:
             with suppress(OSError):  # drop cached pages, so that reads come from the disk
@@ -235,15 +220,14 @@ NUM_BUFFERS: Final = 12
 """The number of read buffers, 24 MiB together. A load takes 11% longer with 8 buffers, and 9% longer with 16."""
 
 _READ_BLOCKS: Final = IOSettings(block_size=MIB)
-"""Blocks of 1 MiB for reads. Blocks of 4 MiB, which suit training, make a load slower: windows are passed on in order,
-so a late block delays all windows behind it."""
+"""Blocks of 1 MiB for reads. With 4 MiB a load is slower: a late block delays all windows behind it."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class RecordFiles:
-    """One store (a set of data files) to read. `paths`: its data files; the caller has checked their sizes. `contents`:
-    the table of its records."""
+    """One store (a set of data files) to read. `paths`: its files, of checked sizes. `contents`: its table of
+    records."""
 
     paths: Sequence[Path]
     contents: Contents
@@ -251,7 +235,7 @@ class RecordFiles:
 
 class Wanted(NamedTuple):
     """A request for the bytes `[start, stop)` of the record `name` in store number `store`. `take(at, memory)`: called
-    with each part of these bytes. `memory` holds the bytes from `start + at` on, and is valid only during the call."""
+    with each part of these bytes. `memory` holds the bytes from `start + at` on, during the call only."""
 
     store: int
     name: str
@@ -263,7 +247,7 @@ class Wanted(NamedTuple):
 @final
 @dataclass(eq=False, kw_only=True)
 class Reading:
-    """The requests of one call of `submit`. `num_left`: the number of their parts that are not passed to `take` yet."""
+    """The requests of one call of `submit`. `num_left`: the number of parts that are not passed on yet."""
 
     num_left: int = 0
 
@@ -271,8 +255,7 @@ class Reading:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Broken:
-    """A part of a record that is damaged or cannot be read: `nbytes` bytes at `offset` of the file `path`. `reason`:
-    what was found there."""
+    """`nbytes` bytes at `offset` of the file `path` that are damaged or cannot be read. `reason`: what was found."""
 
     record: str
     path: str
@@ -287,10 +270,9 @@ class Broken:
 @final
 @dataclass(eq=False, kw_only=True)
 class _Window:
-    """A span (bytes of a record that lie in one piece) that waits to be read, is being read, or stays in its buffer
-    afterwards. `wanted`: the requests for bytes of the span, each with its `Reading`. `verified`: completes when the
-    span is read and its checksums are compared. `broken`: the ranges whose checksums differ, known once `verified` has
-    completed."""
+    """A span (bytes of a record that lie in one piece) and the buffer into which it is read. `wanted`: the requests for
+    its bytes, each with its `Reading`. `verified`: completes when the span is read and verified. `broken`: its damaged
+    ranges, known after `verified`."""
 
     store: int
     name: str
@@ -305,7 +287,7 @@ class _Window:
         return self.store, self.span.address
 
     def give(self, reading: Reading, one: Wanted) -> None:
-        """Pass the bytes that the request `one` wants from this window to its `take`."""
+        """Pass the bytes of this window that the request `one` wants to its `take`."""
         assert self.buffer is not None, "the window was read"
         start, stop = max(self.span.start, one.start), min(self.span.end, one.stop)
         one.take(start - one.start, self.buffer[start - self.span.start : stop - self.span.start])
@@ -318,7 +300,7 @@ class RecordReader:
     end."""
 
     def __init__(self, stores: Sequence[RecordFiles], engine: IOEngine | None = None) -> None:
-        """`engine`: reads the files; None: the first read chooses an engine, by trying it on the files."""
+        """`engine`: reads the files; None: the first read chooses one."""
         self._stores = stores
         self._stripes = [Stripes(store.contents.weights) for store in stores]
         self._records = [{record.name: record for record in store.contents.records} for store in stores]
@@ -330,8 +312,7 @@ class RecordReader:
         self._queued: deque[_Window] = deque()
         self._begun: deque[_Window] = deque()
         self._kept: dict[tuple[int, int], _Window] = {}
-        """Windows that were passed on and keep their buffers, oldest first: a later request may want other bytes of
-        them."""
+        """Verified windows that keep their buffers for later requests, oldest first."""
         self._windows: dict[tuple[int, int], _Window] = {}
         """All windows that wait to be read or are being read."""
 
@@ -361,15 +342,14 @@ class RecordReader:
         return reading
 
     def wait(self, reading: Reading) -> None:
-        """Wait until all requests of `reading` have received their bytes; earlier requests receive theirs first. Raises
-        TransferError, and CorruptionError if bytes differ from what was written."""
+        """Wait until all requests of `reading` have received their bytes. Raises TransferError, and CorruptionError if
+        bytes differ from what was written."""
         while reading.num_left:
             if broken := self._take_next():
                 raise CorruptionError(f"{broken[0]}. Check the disk, and load another checkpoint, into a new engine.")
 
     def damage(self) -> list[Broken]:
-        """Read and verify all records. Return the ranges that differ from what was written. If reading a store fails,
-        also return the place, and go on with the next store."""
+        """Read and verify all records. Return the ranges that are damaged or cannot be read."""
         found: list[Broken] = []
         for number, store in enumerate(self._stores):
             try:
@@ -407,8 +387,7 @@ class RecordReader:
     # -- windows -------------------------------------------------------------------------------------------------------
 
     def _overlapping(self, store: int, name: str, start: int, stop: int) -> list[Span]:
-        """Return the spans that hold the bytes [start, stop) of a record, in order. A span has as many checksummed
-        ranges as fit into a buffer."""
+        """Return the spans that hold the bytes [start, stop) of a record, in order. Each span fits into a buffer."""
         if (spans := self._spans.get((store, name))) is None:
             record, ranges = self._records[store][name], self._stores[store].contents.ranges[name]
             spans = locate(record, ranges, 0, record.extent_nbytes, BUFFER_NBYTES)
@@ -419,16 +398,15 @@ class RecordReader:
         return spans[first : bisect_left(spans, stop, lo=first, key=attrgetter("start"))]
 
     def _queue(self, store: int, name: str, span: Span) -> _Window:
-        """Return the window of a span. A span without a window gets a new one, which is queued and read once a buffer
-        is free."""
+        """Return the window of a span. A new window is queued, to be read once a buffer is free."""
         window = _Window(store=store, name=name, span=span)
         if (queued := self._windows.setdefault(window.key, window)) is window:
             self._queued.append(window)
         return queued
 
     def _take_next(self) -> list[Broken]:
-        """Wait for the oldest window that is being read. Return its damaged ranges; if there are none, pass its bytes
-        to the requests."""
+        """Wait for the oldest window that is being read. Return its damaged ranges. Without damage, pass its bytes to
+        the requests."""
         window = self._begun[0]
         assert window.verified is not None and window.buffer is not None, "begun windows have both"
         window.verified.wait()
@@ -445,8 +423,7 @@ class RecordReader:
         return window.broken
 
     def _read_ahead(self) -> None:
-        """Begin to read queued windows, as many as there are buffers for: first into free buffers, then into those of
-        windows that were verified and kept for later requests."""
+        """Begin to read queued windows, as many as there are buffers for."""
         if self._queued and self._worker is None:
             memory = memoryview(map_memory(NUM_BUFFERS * BUFFER_NBYTES, "MADV_DONTFORK", "MADV_HUGEPAGE"))
             self._free = [memory[start : start + BUFFER_NBYTES] for start in range(0, len(memory), BUFFER_NBYTES)]
@@ -495,8 +472,8 @@ class RecordReader:
 @final
 @dataclass(eq=False, kw_only=True)
 class _Appended:
-    """A record that is being written, from byte `offset` of the file on. `parts`: for each append a list of ranges,
-    which a thread fills once it has computed their checksums."""
+    """A record that is being written, from byte `offset` of the file on. `parts`: the ranges of each append, which a
+    thread adds with their checksums."""
 
     offset: int
     nbytes: int = 0
@@ -509,8 +486,8 @@ class RecordWriter:
     `close`."""
 
     def __init__(self, path: Path, engine: IOEngine | None = None, *, needed_nbytes: int = 0) -> None:
-        """`path`: the data file; the first `append` makes it. `engine`: writes the file; None: the first `append`
-        chooses an engine. `needed_nbytes`: bytes that will be appended in all; 0 if unknown."""
+        """`path`: the data file; the first `append` makes it. `engine`: None: the first `append` chooses one.
+        `needed_nbytes`: bytes that will be appended in all; 0 if unknown."""
         self._path = path
         self._engine, self._own_engine = engine, engine is None
         self._file: File | None = None
@@ -521,8 +498,8 @@ class RecordWriter:
 
     def append(self, name: str, memory: memoryview) -> Transfer:
         """Start to write `memory` (whole pages, page-aligned) as the next bytes of the record `name`, which is new or
-        the one that was appended last. Nothing is copied: the memory must not change until the returned transfer is
-        done. Raises TransferError, and ConfigError if no I/O engine works."""
+        the last one. The memory must not change until the transfer is done. Raises TransferError, and ConfigError if no
+        I/O engine works."""
         nbytes = len(memory)
         if nbytes == 0 or nbytes % PAGE_NBYTES or memory_address(memory) % PAGE_NBYTES:
             raise InternalError(f"a data file takes whole pages; found {nbytes} bytes at {memory_address(memory):#x}")
@@ -542,8 +519,7 @@ class RecordWriter:
         return transfer
 
     def finish(self) -> Contents:
-        """Wait for all writes, truncate the file to the bytes that were written, and start its fsync. Return the table
-        of its records. Raises OSError."""
+        """Wait for all writes, and start the file's fsync. Return the table of its records. Raises OSError."""
         transfers, self._transfers = self._transfers, deque()
         wait_all(transfers)
         if self._file is not None and self._engine is not None:
@@ -567,7 +543,7 @@ class RecordWriter:
         self.close()
 
     def close(self) -> None:
-        """Close the file in any state. Nothing may use the memory passed to `append` any more. Idempotent."""
+        """Close the file in any state. Idempotent."""
         if self._file is not None:
             self._file.close()
         if self._hashing is not None:
@@ -576,14 +552,16 @@ class RecordWriter:
             self._engine.close()
 
     def _opened(self, nbytes: int) -> tuple[IOEngine, File, Worker]:
-        """Return the engine, the file and the checksum thread; the first call makes them. Reserve disk blocks for
-        `nbytes` more bytes."""
+        """Return the engine, the file and the checksum thread, made at the first call. Reserve blocks for `nbytes`
+        more."""
         if self._engine is None:
             self._engine = select_engine(self._path.parent).engine
         if self._file is None:
             self._file = self._engine.open(str(self._path), create=True)
         if self._hashing is None:
+            # a step during a save takes 9..12% longer, 3% without checksums; a low priority might starve this thread
             self._hashing = Worker("tiered-zero-checkpoint-hash")
+        # reserved at the start: a full disk is an error there, and Linux serializes direct writes that change the size
         if self._nbytes + nbytes > self._reserved_nbytes:
             self._reserved_nbytes = align_up(max(self._needed_nbytes, self._nbytes + nbytes), PAGE_NBYTES)
             self._file.allocate(self._reserved_nbytes)
@@ -591,8 +569,8 @@ class RecordWriter:
 
 
 def _hash(memory: memoryview, start: int, ranges: list[Range], completion: Completion) -> None:
-    """Compute the checksums of `memory`, which holds a record's bytes from `start` on. Add a range with its checksum to
-    `ranges` for each piece of the memory. Then complete `completion`; on an error fail it."""
+    """Add the ranges of `memory`, with checksums, to `ranges`. Then complete `completion`, or fail it with the error.
+    `memory`: a record's bytes from `start` on."""
     try:
         ranges.extend(hashed(cut(Range(start, start + len(memory), 0, None)), memory, start))
     except BaseException as error:  # the transfer carries the error; the thread goes on

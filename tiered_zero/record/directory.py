@@ -1,8 +1,6 @@
-"""Make and lock one run's private sub-directory under each swap path; list runs, and remove those that have ended.
-
-The file `owner.json` in each sub-directory names the process that owns the run. While it lives, this process holds a
-flock on the file, which shows that the run is alive. A directory that cannot be a run's, or that belongs to another
-user, is listed with the reason. Files of another user are neither read nor removed."""
+"""Make and lock one run's private sub-directory under each swap path; list runs, and remove those that have ended. The
+file `owner.json` in each sub-directory names the process that owns the run. This process holds a flock on the file
+while it lives."""
 
 from __future__ import annotations
 
@@ -52,8 +50,7 @@ logger = logging.getLogger("tiered_zero")
 PREFIX = "tiered_zero-"
 OWNER_NAME = "owner.json"
 _MOST_NBYTES = 1 << 20
-"""The largest `owner.json` that is read. The file takes some hundred bytes, and a few thousand more at most for its
-paths."""
+"""The largest `owner.json` that is read. A real one takes a few thousand bytes at most."""
 
 _ROOT = Path("/")
 
@@ -73,9 +70,8 @@ PlainPath = Annotated[str, AfterValidator(check_path)]
 
 @final
 class Owner(JsonFile):
-    """The process that owns a run's directories: the content of `owner.json` in each of them. `created_s`: when the
-    process made or took over the directories, in seconds since the epoch. `note`: the caller's text, such as the name
-    of the launch. `paths`: all directories of the run."""
+    """The content of `owner.json`: the process that owns a run. `created_s`: when it made or took over the directories,
+    in seconds since the epoch. `note`: the caller's text. `paths`: all directories of the run."""
 
     format_name = "tiered_zero.owner"
 
@@ -89,8 +85,7 @@ class Owner(JsonFile):
 
     @property
     def is_this_process(self) -> bool:
-        """Whether this process is the owner. Valid only while the owner's lock is held: a process that ended may have
-        had the same pid."""
+        """Whether this process is the owner. Valid only while the owner's lock is held, because pids are used again."""
         return (self.pid, self.host) == (os.getpid(), socket.gethostname())
 
 
@@ -115,15 +110,14 @@ def read_owner(path: Path) -> Owner:
 @final
 @dataclass(kw_only=True)
 class _Hold:
-    """One directory of a run, with its lock. `directory`: the open directory; files are removed through it, so another
-    directory that now has the name `path` stays untouched. `lock`: the open and locked `owner.json`."""
+    """One directory of a run, with its lock: the open and locked `owner.json`."""
 
     path: Path
-    directory: Descriptor = CLOSED
+    directory: Descriptor = CLOSED  # files are removed through it: another directory may have got the name since
     lock: Descriptor = CLOSED
 
     def take(self, flags: int = 0) -> None:
-        """Open the directory, then open and lock its `owner.json`. `flags`: more flags for opening the file. Raises
+        """Open the directory, then open and lock its `owner.json`. `flags`: more flags to open the file. Raises
         OSError, StoreError."""
         self.directory = open_directory(self.path)
         if (uid := os.fstat(self.directory).st_uid) != os.geteuid():
@@ -139,11 +133,10 @@ class _Hold:
         write_and_sync(self.lock, [owner.encode()])
 
     def remove(self) -> None:
-        """Remove the directory with its files. `owner.json` is removed last, because it marks a half-removed directory
-        as a run's. Raises OSError."""
+        """Remove the directory with its files. Raises OSError."""
         if not self.directory.closed:
             try:
-                remove_files(self.directory, last=OWNER_NAME)
+                remove_files(self.directory, last=OWNER_NAME)  # last: it marks a half-removed directory as a run's
             except OSError:  # the table of descriptors may be full; closing the lock makes room
                 if not self.lock.closed:
                     unlock(self.lock)
@@ -162,12 +155,10 @@ class _Hold:
 @final
 class SwapDir:
     """The directories of one run, one under each swap path. This process holds their locks until `release` or `remove`.
-
-    `remove` removes the directories. So do `release`, garbage collection of this object and the interpreter's exit, but
-    not after `keep`. `collect_garbage` removes the directories of a killed process."""
+    Unless `keep` was called, `release`, garbage collection and the interpreter's exit remove the directories."""
 
     def __init__(self, owner: Owner, holds: list[_Hold]) -> None:
-        """`holds`: the locked directory at each of the owner's paths. Call `create` or `open` instead."""
+        """Use `create` or `open` instead. `holds`: the locked directory at each of the owner's paths."""
         self.run_id = owner.run_id
         self.paths = tuple(Path(path) for path in owner.paths)
         self._holds = holds
@@ -177,9 +168,8 @@ class SwapDir:
 
     @classmethod
     def create(cls, parents: Sequence[Path], *, model: str = "", owner_note: str = "") -> SwapDir:
-        """Make and lock `tiered_zero-<run id>` (mode 0700) under each parent. Raises ConfigError if a parent is
-        missing, is no directory or is not writable, and StoreError for other failures. A failed call leaves no
-        directory."""
+        """Make and lock `tiered_zero-<run id>` (mode 0700) under each parent. Raises ConfigError if a parent cannot be
+        used, and StoreError for other failures."""
         checked = [Path(os.path.abspath(Path(parent).expanduser())) for parent in parents]
         for parent in checked:
             preflight_directory(parent)
@@ -205,9 +195,8 @@ class SwapDir:
 
     @classmethod
     def open(cls, path: Path) -> SwapDir:
-        """Take over the directories of a run that has ended and kept them. `path`: any one of these directories. They
-        stay on disk until `remove`. Raises StoreError if the run's owner is alive, or if a directory is missing or
-        belongs to another user."""
+        """Take over and keep the directories of a run that has ended. `path`: any one of them. Raises StoreError if the
+        run is alive, or if one of its directories cannot be opened."""
         owner = read_owner(path)
         holds: list[_Hold] = []
         try:
@@ -237,7 +226,7 @@ class SwapDir:
             raise
 
     def keep(self, kept: bool = True) -> None:
-        """Let the directories stay on disk until `remove`. `kept`: False undoes this."""
+        """Leave the directories on disk until `remove`. `kept`: False undoes this."""
         if self._finalizer.detach():
             self._kept = kept
             self._finalizer = weakref.finalize(self, _leave, self._pid, self._holds, not kept)
@@ -275,8 +264,8 @@ def _lock_failure(error: OSError) -> str:
 
 
 def _leave(pid: int, holds: list[_Hold], delete: bool) -> None:
-    """Release the locks in `holds`; with `delete`, first remove the directories. Do nothing in a forked child, whose
-    pid is not `pid`."""
+    """Release the locks in `holds`; with `delete`, first remove the directories. Do nothing if this process is not
+    `pid`."""
     if os.getpid() != pid:
         return
     while holds:
@@ -298,14 +287,14 @@ def _leave(pid: int, holds: list[_Hold], delete: bool) -> None:
 
 
 def make_missing(groups: Mapping[tuple[str, ...], str]) -> None:
-    """Make the missing swap directories and their parents (mode 0700). `groups`: directories of one store -> the
-    config's key that names them. If only some directories of a store exist, none is made, because a disk may not be
-    mounted; a later check refuses these directories. Raises ConfigError."""
+    """Make the missing swap directories and their parents (mode 0700). `groups`: the directories of each store -> the
+    config's key that names them. Raises ConfigError."""
     for group, key in groups.items():
         paths = [Path(path) for path in group]
         if not any(path.exists() for path in paths):
             for path in paths:
                 _make(path, key)
+        # else a disk may not be mounted: a later check refuses the missing directories
 
 
 def _make(path: Path, key: str) -> None:
@@ -341,10 +330,9 @@ _PROBE_PREFIX = ".tiered-zero-probe-"
 class RunInfo:
     """One run's directory under one swap path.
 
-    `state`: "alive", "dead" or "unknown"; `reason` explains it. `nbytes`: bytes of the disk blocks that the directory
-    takes. `age_s`: seconds since a process made or took over the directory. `pid`: 0 if no `owner.json` can be read.
-    `step`: step of the last commit; None without one. `resumable`: whether the directory may hold a committed or
-    prepared state. `own`: whether the directory belongs to this user and can be read."""
+    `state`: "alive", "dead" or "unknown". `nbytes`: disk blocks that the directory takes. `age_s`: since a process made
+    or took over the directory. `pid`: 0 if unknown. `step`: of the last commit; None without one. `resumable`: whether
+    the directory may hold a state to resume. `own`: whether this user owns it and can read it."""
 
     run_id: str
     path: Path
@@ -365,8 +353,7 @@ class RunInfo:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Collected:
-    """What `collect_garbage` did with one run. `removed`: whether the run's directory was removed or, with `dry_run`,
-    would be. `reason`: why."""
+    """What `collect_garbage` did with one run, or would do without `dry_run`. `reason`: why."""
 
     run: RunInfo
     removed: bool
@@ -388,8 +375,8 @@ def list_runs(parent: Path) -> list[RunInfo]:
 
 
 def leftover_notices(parents: Iterable[str], adopted: Container[Path] = ()) -> list[str]:
-    """Return one line for each of the directories `parents` that holds files of runs whose process has ended.
-    `adopted`: the directories of the run that is resumed, which are skipped."""
+    """Return one line for each of the directories `parents` that holds files of ended runs. `adopted`: directories of
+    the run that is resumed, which are skipped."""
     lines = []
     for parent in dict.fromkeys(parents):
         runs: list[RunInfo] = []
@@ -411,9 +398,8 @@ def leftover_notices(parents: Iterable[str], adopted: Container[Path] = ()) -> l
 
 
 def clear_restarted(parents: Iterable[str], note: str) -> None:
-    """Remove the directories that one launch has made and whose processes have ended. Called when that launch is
-    restarted. `note`: the launch's name, as written in `owner.json`. Committed state stays, because it may be
-    resumed."""
+    """Remove the directories that a launch's earlier processes have left, except those with committed state. Called
+    when the launch is restarted. `note`: the launch's name, as in `owner.json`."""
     for parent in dict.fromkeys(parents):
         with suppress(StoreError):  # the directory cannot be read: using it will raise
             collect_garbage(Path(parent), note=note)
@@ -422,10 +408,9 @@ def clear_restarted(parents: Iterable[str], note: str) -> None:
 def collect_garbage(
     parent: Path, dry_run: bool = False, committed: bool = False, unknown: bool = False, note: str | None = None
 ) -> list[Collected]:
-    """Remove the directories under `parent` whose owner is dead. Directories of a live owner or another user stay.
-    `dry_run`: remove nothing. `committed`: also remove runs that can be resumed from a committed state. `unknown`: also
-    remove runs that may be alive. `note`: consider only owners with this note. Return what was done with each run.
-    Raises StoreError."""
+    """Remove the directories under `parent` of this user's ended runs. Return what was done with each run. `dry_run`:
+    remove nothing. `committed`: also remove runs that can be resumed. `unknown`: also remove runs that may be alive.
+    `note`: consider only owners with this note. Raises StoreError."""
     found = []
     for run in list_runs(parent):
         if note is not None and run.note != note:
@@ -440,8 +425,7 @@ def collect_garbage(
 
 
 def _collect(run: RunInfo, dry_run: bool, committed: bool, unknown: bool) -> Collected:
-    """Remove one run's directory if that is allowed, and return what was done. `dry_run`, `committed`, `unknown`: as in
-    `collect_garbage`. Raises OSError, StoreError."""
+    """Remove one run's directory, unless `_refusal` keeps it, and return what was done. Raises OSError, StoreError."""
     if (refusal := _refusal(run, committed, unknown)) is not None:
         return Collected(run=run, removed=False, reason=refusal)
     parent, name = run.path.parent.resolve(), run.path.name
@@ -465,9 +449,8 @@ def _collect(run: RunInfo, dry_run: bool, committed: bool, unknown: bool) -> Col
 
 
 def _take_lock(dir_fd: int, unknown: bool) -> Descriptor:
-    """Lock a run's `owner.json`, so that no other process takes the run over, and return its descriptor. Return
-    `CLOSED` if the file is missing, or if `unknown` is set and the file cannot be locked. Raises OSError,
-    StoreError."""
+    """Lock a run's `owner.json`, so that no other process takes the run over. Return `CLOSED` if there is no file, or
+    if it cannot be locked and `unknown` is set. Raises OSError, StoreError."""
     try:
         return lock_file(OWNER_NAME, dir_fd)
     except FileNotFoundError:
@@ -481,8 +464,7 @@ def _take_lock(dir_fd: int, unknown: bool) -> Descriptor:
 
 
 def _refusal(run: RunInfo, committed: bool, unknown: bool) -> str | None:
-    """Return why a run is kept; None if it may be removed. `committed`: also remove a run that can be resumed from its
-    commit. `unknown`: also remove a run whose owner cannot be looked at."""
+    """Return why a run is kept; None if it may be removed. `committed`, `unknown`: see `collect_garbage`."""
     if not run.own or run.state == "alive" or (run.state == "unknown" and not unknown):
         return run.reason
     if run.resumable and not committed:
@@ -491,9 +473,8 @@ def _refusal(run: RunInfo, committed: bool, unknown: bool) -> str | None:
 
 
 def _inspect(path: Path, name: str, parent_fd: int, locked: bool | None = None) -> RunInfo:
-    """Return what is known of the run in the directory `path`, named `name` in the open directory `parent_fd`.
-    `locked`: whether another process holds the lock of the directory's `owner.json`; None: find out. Raises
-    FileNotFoundError if the directory is gone."""
+    """Return what is known of the run in the directory `name` of the open directory `parent_fd`. `locked`: whether
+    another process holds its lock; None: find out. Raises FileNotFoundError if it is gone."""
     status = os.stat(name, dir_fd=parent_fd, follow_symlinks=False)
     run = RunInfo(
         run_id=name.removeprefix(PREFIX),
@@ -515,8 +496,8 @@ def _inspect(path: Path, name: str, parent_fd: int, locked: bool | None = None) 
 
 
 def _inspect_open(run: RunInfo, fd: int, locked: bool | None) -> RunInfo:
-    """Return `run` with what the files in its open directory `fd` say: owner, state, last commit. `locked`: see
-    `_inspect`. Raises OSError, StoreError."""
+    """Return `run` with its owner, state and last commit, from its open directory `fd`. `locked`: see `_inspect`.
+    Raises OSError, StoreError."""
     owner, unreadable = None, "there is none"
     try:
         owner = read_owner_at(fd)
@@ -533,8 +514,7 @@ def _inspect_open(run: RunInfo, fd: int, locked: bool | None) -> RunInfo:
 
 
 def _committed_state(run: RunInfo, fd: int) -> tuple[int | None, bool]:
-    """Return the last committed step, and whether the run may be resumed. If the commit cannot be read (damage, a path
-    that is not mounted), the step is None, and the run is listed as one that may be resumed."""
+    """Return the last committed step, and whether the run may be resumed; (None, True) if the commit cannot be read."""
     first = Path(run.paths[0])
     try:
         committed, prepared = manifest.load_at(fd, first) if first == run.path else manifest.load(first)
@@ -545,8 +525,7 @@ def _committed_state(run: RunInfo, fd: int) -> tuple[int | None, bool]:
 
 
 def _liveness(run: RunInfo, fd: int, owner: Owner | None, locked: bool | None, unreadable: str) -> tuple[str, str]:
-    """Return the state of `RunInfo` and its reason. On a local file system the lock decides; on other ones a lock of
-    another machine may be invisible. `locked`: see `_inspect`. `unreadable`: why `owner` is None."""
+    """Return the state of `RunInfo` and its reason. `locked`: see `_inspect`. `unreadable`: why `owner` is None."""
     try:
         if is_locked(OWNER_NAME, fd) if locked is None else locked:
             return "alive", f"process {owner.pid} on {owner.host} holds its lock" if owner else "its lock is held"

@@ -1,12 +1,10 @@
 """Open, read, lock, write and remove files below a directory's descriptor, safely and durably.
 
-A name is looked up once, and links are not followed. Another user may have put a FIFO, a device or a link under a name
-that a run uses: opening a file here never blocks, and refuses all but regular files of this user or of the owner of
-their directory.
+Another user may have put a FIFO, a device or a link under a name that a run uses. Opening a file here never blocks, and
+refuses all but regular files of this user or of the directory's owner.
 
-A JSON file has a header line (format, version, number of bytes and xxh3 of the body) and a body. The header shows
-whether the file was written to its end. Files may be hostile: types, fields and ranges are checked before anything is
-computed from them, and declared sizes before anything is allocated."""
+A JSON file has a header line (format, version, size and xxh3 of the body) and a body. It may be hostile: sizes, types
+and fields are checked before they are used."""
 
 from __future__ import annotations
 
@@ -33,8 +31,7 @@ _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 
 def kind_text(mode: int) -> str:
-    """Return the kind of a file for messages: "a file", "a directory" or "a symbolic link", and "no file" for all
-    others. `mode`: the file's st_mode."""
+    """Return the kind of a file for messages, such as "a directory". `mode`: the file's st_mode."""
     kinds = {stat.S_IFREG: "a file", stat.S_IFDIR: "a directory", stat.S_IFLNK: "a symbolic link"}
     return kinds.get(stat.S_IFMT(mode), "no file")
 
@@ -48,14 +45,13 @@ def error_text(error: Exception) -> str:
 
 
 def open_directory(path: str | Path, dir_fd: int | None = None) -> Descriptor:
-    """Open a directory; with `dir_fd`, below that open directory. Raises OSError: ENOTDIR or ELOOP if the last
-    component is a symbolic link."""
+    """Open a directory, below the open directory `dir_fd` if given. Raises OSError, also for a symbolic link."""
     return opened(path, os.O_RDONLY | os.O_DIRECTORY | _SAFE, dir_fd=dir_fd)
 
 
 def open_file(name: str, dir_fd: int, flags: int = os.O_RDONLY) -> Descriptor:
-    """Open the file `name` in the open directory `dir_fd`. Raises OSError, and StoreError if it is not a regular file,
-    or is not of this user or of the directory's owner."""
+    """Open the file `name` in the open directory `dir_fd`. Raises OSError. Raises StoreError unless it is a regular
+    file of this user or of the directory's owner."""
     fd = opened(name, flags | _SAFE, 0o600, dir_fd=dir_fd)
     try:
         status = os.fstat(fd)
@@ -76,8 +72,8 @@ def open_of_owner(path: Path) -> Descriptor:
 
 
 def read_file(name: str, dir_fd: int, *, most_nbytes: int) -> bytes:
-    """Open a file with `open_file`, and return its bytes. Raises OSError, and StoreError if `open_file` does or the
-    file has more than `most_nbytes` bytes."""
+    """Open a file with `open_file`, and return its bytes. Raises OSError, and StoreError if `open_file` refuses it or
+    it has more than `most_nbytes` bytes."""
     with open_file(name, dir_fd) as fd:
         if (size := os.fstat(fd).st_size) > most_nbytes:
             raise StoreError(
@@ -88,10 +84,9 @@ def read_file(name: str, dir_fd: int, *, most_nbytes: int) -> bytes:
 
 
 def names_in(dir_fd: int) -> list[str]:
-    """Return the names in an open directory. The directory is opened again first, because btrfs lists only names that
-    existed when the descriptor was opened."""
+    """Return the names in an open directory."""
     try:
-        with open_directory(".", dir_fd) as fd:
+        with open_directory(".", dir_fd) as fd:  # btrfs lists only names that existed when a descriptor was opened
             return os.listdir(fd)
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
@@ -112,12 +107,11 @@ def disk_nbytes(dir_fd: int) -> int:
 
 
 def lock_file(name: str, dir_fd: int, flags: int = 0) -> Descriptor:
-    """Open a file with `open_file`, to write it, and take an exclusive flock on it; try for 0.2 s, because `is_locked`
-    of another process holds the lock for a moment. `flags`: more flags for opening. Raises what `open_file` raises, and
-    BlockingIOError."""
+    """Open a file with `open_file`, to write it, and take an exclusive flock on it. `flags`: more flags for opening.
+    Raises what `open_file` raises, and BlockingIOError if the file is locked."""
     fd = open_file(name, dir_fd, os.O_RDWR | flags)
     try:
-        for _ in range(20):
+        for _ in range(20):  # `is_locked` of another process holds the lock for a moment
             with suppress(BlockingIOError):
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return fd
@@ -130,8 +124,8 @@ def lock_file(name: str, dir_fd: int, flags: int = 0) -> Descriptor:
 
 
 def is_locked(name: str, dir_fd: int) -> bool:
-    """Return whether a process holds the lock of the file `name`; False if there is no such file. Raises OSError
-    (ENOLCK: the file system has no locks), and StoreError as `open_file` does."""
+    """Return whether a process holds the lock of the file; False if there is no file. Raises StoreError, and OSError
+    (ENOLCK: the file system has no locks)."""
     try:
         with open_file(name, dir_fd) as fd:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared, so that two calls do not see each other
@@ -143,11 +137,10 @@ def is_locked(name: str, dir_fd: int) -> bool:
 
 
 def unlock(lock: Descriptor) -> None:
-    """Release the lock and close its descriptor. The lock is free afterwards even if a forked child has the descriptor
-    too. Idempotent."""
+    """Release the lock and close its descriptor. Idempotent."""
     if not lock.closed:
         with suppress(OSError):  # the disk may be gone; the descriptor is closed all the same
-            fcntl.flock(lock, fcntl.LOCK_UN)
+            fcntl.flock(lock, fcntl.LOCK_UN)  # frees the lock even if a forked child has the descriptor too
         with suppress(OSError):
             lock.close()
 
@@ -165,8 +158,8 @@ def write_and_sync(fd: int, parts: Iterable[bytes | memoryview]) -> None:
 
 
 def write_new_file(path: str | Path, parts: Iterable[bytes | memoryview], dir_fd: int | None = None) -> None:
-    """Write a new file (mode 0600) and fsync it; with `dir_fd`, below that open directory. Its name is durable only
-    after `sync_directory`. Raises OSError, and FileExistsError if the name is taken."""
+    """Write a new file (mode 0600), below the open directory `dir_fd` if given, and fsync it. The file's name is
+    durable only after `sync_directory`. Raises OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with opened(path, flags, 0o600, dir_fd=dir_fd) as fd:
         write_and_sync(fd, parts)
@@ -179,8 +172,8 @@ def sync_directory(directory: Path) -> None:
 
 
 def remove_files(dir_fd: int, last: str = "") -> None:
-    """Remove all files and all empty directories from an open directory; `last` after all others. After an error go on
-    with the others, then raise the first error (OSError), and leave `last`."""
+    """Remove all files and empty directories in an open directory, `last` after all others. If one cannot be removed,
+    remove the others except `last`, then raise the first OSError."""
     failure: OSError | None = None
     for name in names_in(dir_fd):
         if name != last:
@@ -222,8 +215,7 @@ Digest = Annotated[int, Field(ge=0, le=2**64 - 1)]
 
 
 class StrictModel(BaseModel):
-    """A frozen record. Input must have exactly the declared fields, each of exactly its type (True is not taken for an
-    int)."""
+    """A frozen record. Input must have exactly the declared fields, each of exactly its type."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
@@ -237,8 +229,7 @@ class JsonFile(StrictModel):
     format_name: ClassVar[str]
 
     def encode(self) -> bytes:
-        """Return the file's bytes: header line and body. Raises StoreError if the record cannot be JSON, or is too
-        large to be read back."""
+        """Return the file's bytes. Raises StoreError if the record cannot be JSON, or is larger than `MOST_NBYTES`."""
         try:
             data = self.model_dump_json().encode()
         except ValueError as error:  # PydanticSerializationError
@@ -254,8 +245,8 @@ class JsonFile(StrictModel):
 
     @classmethod
     def decode(cls: type[Model], data: bytes, path: Path) -> Model:
-        """Return the record from a file's bytes. `path`: names the file in errors. Raises StoreError for another format
-        or version, a damaged file, or an invalid record."""
+        """Return the record from a file's bytes. `path`: the file, for errors. Raises StoreError if the file is
+        damaged, invalid, or of another format or version."""
         expected = f"{path}: expected {cls.format_name} version {VERSION}, found"
         line, _, rest = data.partition(b"\n")
         try:

@@ -1,9 +1,8 @@
-"""Define the manifest of a store (a set of data files): the durable table of its records and their checksums. Write and
-read it.
+"""Define the manifest of a store (a set of data files): the durable table of its records and their checksums.
 
 The store's first directory has two files: `manifest`, the committed state, and `manifest.next`, a prepared one.
-`prepare` makes the next manifest durable next to the current one; `confirm` renames it. If several processes prepare,
-then wait for each other, then confirm, all their directories hold at least one step in common at any time."""
+Processes that commit together all prepare, wait for each other, and then confirm. So at any time there is a step that
+all their directories hold."""
 
 from __future__ import annotations
 
@@ -41,8 +40,8 @@ NEXT_NAME: Final = "manifest.next"
 
 
 class Range(NamedTuple):
-    """Bytes `[start, end)` of a record that were written, and lie in the record's slot number `slot`. `digest`: their
-    xxh3-64; None if they cannot be verified."""
+    """Bytes `[start, end)` of a record, in the record's slot number `slot`. `digest`: their xxh3-64; None if they
+    cannot be verified."""
 
     start: Count
     end: Count
@@ -52,11 +51,8 @@ class Range(NamedTuple):
 
 @final
 class Record(StrictModel):
-    """A named region of a store (a set of data files).
-
-    `nbytes`: the size that was asked for. `offsets`: the address of each slot in the store. A scratch record has one
-    slot. A committed record has two. If it was reserved with `write_once`, it has one, until a write would change bytes
-    of the last commit."""
+    """A named region of a store (a set of data files). `nbytes`: the size that was asked for. `offsets`: the address of
+    each of its slots (one or two) in the store."""
 
     name: str
     nbytes: Annotated[Count, Field(gt=0)]
@@ -65,7 +61,7 @@ class Record(StrictModel):
 
     @property
     def extent_nbytes(self) -> int:
-        """The size of one slot: `nbytes`, rounded up to whole pages. Reads and writes may cover all of it."""
+        """The size of one slot: `nbytes`, rounded up to whole pages."""
         return align_up(self.nbytes, PAGE_NBYTES)
 
     @model_validator(mode="after")
@@ -76,9 +72,8 @@ class Record(StrictModel):
 
 
 class Contents(StrictModel):
-    """The table of a store's records. `capacity_nbytes`: size of the store's data files together. `weights`: one number
-    for each data file; a file's share of the store is in proportion. `ranges`: record name -> the record's written
-    ranges."""
+    """The table of a store's records. `capacity_nbytes`: the size of all data files together. `weights`: one number for
+    each data file, in proportion to its share of the store. `ranges`: each record's written ranges, by name."""
 
     capacity_nbytes: Count
     weights: Annotated[tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...], Field(min_length=1)]
@@ -99,8 +94,7 @@ class Contents(StrictModel):
 
 
 def _is_in_order(ranges: Sequence[Range], record: Record) -> bool:
-    """Return whether the ranges (at least one) are valid: disjoint, in order, in whole pages, inside the record's
-    slots."""
+    """Return whether ranges (at least one) are disjoint, in order, in whole pages and inside the record's slots."""
     starts, ends, slots = numpy.array([item[:3] for item in ranges], numpy.int64).T
     return bool(
         (starts < ends).all()
@@ -122,7 +116,7 @@ class Manifest(Contents, JsonFile):
     metadata: dict[str, Any] = Field(default_factory=dict)
 
     def is_state(self, step: int | None, metadata: Mapping[str, Any] = MappingProxyType({})) -> bool:
-        """Return whether this state has the step `step` (None: any step) and these items in its metadata."""
+        """Return whether this is the state of step `step` (None: any step) and has these items in its metadata."""
         return step in (None, self.step) and all(self.metadata.get(key) == item for key, item in metadata.items())
 
 
@@ -138,7 +132,7 @@ digest: Final[Callable[[bytes | bytearray | memoryview], int]] = xxhash.xxh3_64_
 
 class Span(NamedTuple):
     """Bytes `[start, end)` of a record that lie in one piece, from `address` of the store on. `checks`: the ranges that
-    are whole in the span; these can be verified."""
+    lie whole in the span; only these can be verified."""
 
     address: int
     start: int
@@ -148,8 +142,7 @@ class Span(NamedTuple):
 
 def locate(record: Record, ranges: Iterable[Range], start: int, end: int, most_nbytes: int | None = None) -> list[Span]:
     """Return where the bytes `[start, end)` of a record lie, as spans in order. `ranges`: the record's ranges that hold
-    these bytes. Ranges that follow each other in the store are joined to one span. `most_nbytes`: the most bytes of a
-    joined span; None: no limit."""
+    these bytes. `most_nbytes`: the most bytes of a span that joins several ranges; None: no limit."""
     spans: list[Span] = []
     for item in ranges:
         low, high = max(item.start, start), min(item.end, end)
@@ -169,22 +162,20 @@ def locate(record: Record, ranges: Iterable[Range], start: int, end: int, most_n
 
 
 def mismatches(checks: Iterable[Range], memory: memoryview, start: int) -> Iterator[tuple[Range, int]]:
-    """Compare the checksums of the ranges `checks` with the bytes in `memory`. Yield each range that differs, with the
-    checksum of its bytes in `memory`. `memory`: the record's bytes from `start` on."""
+    """Verify the ranges `checks`. Yield each range that differs, and the checksum that was found. `memory`: the
+    record's bytes from `start` on."""
     for item in checks:
         if (found := digest(memory[item.start - start : item.end - start])) != item.digest:
             yield item, found
 
 
 def hashed(pieces: Iterable[Range], memory: memoryview, start: int) -> list[Range]:
-    """Compute the checksums of the pieces of a write, and return the pieces with them. `memory`: the record's bytes
-    from `start` on."""
+    """Return the pieces of a write with their checksums. `memory`: the record's bytes from `start` on."""
     return [piece._replace(digest=digest(memory[piece.start - start : piece.end - start])) for piece in pieces]
 
 
 def is_same(kept: Sequence[Range], memory: memoryview, start: int) -> bool:
-    """Return whether a write of `memory` at byte `start` would leave the stored ranges `kept` as they are: same pieces,
-    same checksums."""
+    """Return whether a write of `memory` at byte `start` would leave the stored ranges `kept` unchanged."""
     pieces = cut(Range(start, start + len(memory), 0, None))
     return [item[:2] for item in kept] == [piece[:2] for piece in pieces] and not any(mismatches(kept, memory, start))
 
@@ -205,10 +196,10 @@ class RangeMap:
         return self._ranges[low:high]
 
     def replace(self, start: int, end: int, ranges: Sequence[Range]) -> None:
-        """Replace the bytes `[start, end)` by `ranges`, which cover exactly these bytes. An old range that reaches
-        outside keeps its outer part, without a checksum."""
+        """Replace the bytes `[start, end)` by `ranges`, which cover exactly these bytes."""
         low, high = self._span(start, end)
         kept = self._ranges[low:high]
+        # a range that reaches outside keeps its outer part, which cannot be verified any more
         before = [kept[0]._replace(end=start, digest=None)] if kept and kept[0].start < start else []
         after = [kept[-1]._replace(start=end, digest=None)] if kept and kept[-1].end > end else []
         self._ranges[low:high] = [*before, *ranges, *after]
@@ -228,8 +219,7 @@ def first_gap(ranges: Iterable[Range | Span], start: int, end: int) -> int | Non
 
 
 def other_slots(durable: Iterable[Range], start: int, end: int) -> Iterator[Range]:
-    """Choose the slots for a write of `[start, end)`, so that no byte of the last commit is overwritten. Yield these
-    bytes as ranges with a slot each: for bytes of the last commit the slot that it does not use, for all others slot 0.
+    """Yield the bytes `[start, end)` as ranges, each in a slot where a write overwrites no byte of the last commit.
     `durable`: the ranges of the last commit that overlap `[start, end)`, in order."""
     for item in durable:
         if start < item.start:
@@ -265,8 +255,7 @@ def cut(item: Range) -> Iterator[Range]:
 
 
 def prepare(directory: Path, data: bytes) -> None:
-    """Write `data`, the bytes of the next manifest, durably to `manifest.next`. `manifest` stays as it is. Raises
-    OSError."""
+    """Write `data`, the next manifest, durably to `manifest.next`. Raises OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with opened(directory / NEXT_NAME, flags, 0o600) as fd:
         write_and_sync(fd, [data])
@@ -287,9 +276,8 @@ def discard(directory: Path) -> None:
 
 
 def load(directory: Path) -> tuple[Manifest | None, Manifest | None]:
-    """Return the committed and the prepared manifest; None for a manifest that is absent. A `manifest.next` that was
-    not written to its end is taken as absent. Raises StoreError if `manifest` is damaged or the directory cannot be
-    read."""
+    """Return the committed and the prepared manifest; None for one that is absent. A damaged `manifest.next` is taken
+    as absent. Raises StoreError if `manifest` is damaged or the directory cannot be read."""
     try:
         with open_directory(directory) as fd:
             return load_at(fd, directory)
@@ -302,9 +290,9 @@ def load(directory: Path) -> tuple[Manifest | None, Manifest | None]:
 def choose(
     directory: Path, step: int | None, metadata: Mapping[str, Any] = MappingProxyType({})
 ) -> tuple[Manifest, bool]:
-    """Choose the state to open: the committed one if it fits, else the prepared one. Return its manifest, and whether
-    it is the committed one. `step`: the step of the wanted state; None: any step, but only a committed state.
-    `metadata`: items that the state's metadata must have. Raises StoreError if neither state fits."""
+    """Return the manifest of the state to open, and whether this state is committed. `step`: the wanted step, committed
+    or prepared; None: the committed state. `metadata`: items that the state must have. Raises StoreError if no state
+    fits."""
     committed, prepared = load(directory)
     if committed is not None and committed.is_state(step, metadata):
         return committed, True
@@ -321,7 +309,7 @@ def choose(
 
 
 def load_at(dir_fd: int, directory: Path) -> tuple[Manifest | None, Manifest | None]:
-    """Return what `load` returns, from the open directory `dir_fd`. `directory`: its path, for errors. Raises OSError,
+    """Return what `load` returns, from the open directory `dir_fd`. `directory`: its path. Raises OSError,
     StoreError."""
     current = None
     with suppress(FileNotFoundError):

@@ -51,20 +51,15 @@ _TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
 """Errors of a manifest's write after which the caller may try the commit again."""
 
 _STUCK_S = 5.0
-"""Seconds that `close` and `drain_all` wait for requests after a failure, because a request may be stuck for ever."""
+"""Seconds that `close` and `drain_all` wait for requests after a failure; a request may be stuck for ever."""
 
 
 @final
 class SwapStore:
     """Stores named records on NVMe. One thread drives the store; any thread may wait for its transfers.
 
-    Two requests in flight for overlapping bytes of a record must both be reads; otherwise the second one is refused,
-    and the caller must wait for the first. A failed transfer or sync latches the store: every later call raises.
-
-    The last commit is on disk; a prepared state may lie next to it. Data is durable before its manifest (the table of
-    the records), and the manifest before it gets its final name. `RecordTable` keeps writes away from extents (ranges
-    of the files) that the last commit uses. If a manifest cannot be written because the disk or the table of
-    descriptors is full, nothing changes; any other failure of a commit latches the store."""
+    A request is refused if it overlaps one in flight for the same record, unless both are reads. A failed transfer or
+    sync latches the store: every later call raises."""
 
     def __init__(
         self,
@@ -77,11 +72,9 @@ class SwapStore:
         state: Manifest | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        """Create the data files and reserve their disk space, `capacity_nbytes` (in whole pages) in total.
-
-        `weights`: the speed of each of the directory's paths, in any unit; equal by default. `state`: open existing
-        files as this manifest describes them (call `recover` for that). `recorder`: gets the begin and end of each
-        request. Raises StoreError if the disk is too small; the directory is then removed."""
+        """Create the data files and reserve their disk space, `capacity_nbytes` (in whole pages) in total. `weights`:
+        the speed of each path, in any unit; equal by default. `state`: open existing files as this manifest describes
+        them (see `recover`). Raises StoreError if the disk is too small; the directory is then removed."""
         self._is_hashed = checksums == "all"
         stripes = Stripes(weights or (state.weights if state is not None else [1.0] * len(directory.paths)))
         names = [path / DATA_NAME for path in directory.paths]
@@ -121,11 +114,9 @@ class SwapStore:
         checksums: Literal["all", "off"] = "all",
         recorder: Recorder | None = None,
     ) -> SwapStore:
-        """Open the last committed state of a run that has ended. `directory`: the run's, taken over by `SwapDir.open`.
-
-        `step`: open the state of this step instead, possibly one that was prepared and never confirmed. `metadata`:
-        items that the state must have. Raises StoreError if nothing is committed, the manifest is damaged, or a data
-        file is missing or cut off."""
+        """Open the last committed state of a run that has ended. `directory`: from `SwapDir.open`. `step`: open the
+        state of this step, committed or prepared. `metadata`: items that the state must have. Raises StoreError if
+        there is no such state, or a file is missing or damaged."""
         first = directory.paths[0]
         chosen, is_committed = manifest.choose(first, step, metadata)
         nbytes = chosen.capacity_nbytes
@@ -161,10 +152,9 @@ class SwapStore:
         return self._directory.run_id
 
     def reserve(self, name: str, nbytes: int, *, committed: bool = False, write_once: bool = False) -> Record:
-        """Reserve disk space for a new record of `nbytes`, in whole pages. `committed`: the record takes part in
-        commits and gets two slots. `write_once`: a committed record gets only one slot. It gets the second one at the
-        first write that would change bytes of the last commit; the files may grow then. Raises StoreError if the name
-        is taken or the capacity is used up."""
+        """Reserve disk space for a new record of `nbytes`. `committed`: the record takes part in commits and gets two
+        slots. `write_once`: it gets the second one only at the first write that would change bytes of the last commit.
+        Raises StoreError if the name is taken or the capacity is used up."""
         num_slots = 2 if committed and not write_once else 1
         return self._table.reserve(name, nbytes, committed=committed, num_slots=num_slots)
 
@@ -177,15 +167,15 @@ class SwapStore:
         return self._table.records()
 
     def nbytes(self, kind: Literal["read", "write", "unverified"]) -> dict[str, int]:
-        """Return the number of bytes that completed requests have moved, by category: a record's name up to its first
-        '/'. `kind`: bytes read, bytes written, or bytes read without verification (see the package's docstring)."""
+        """Return the bytes that completed requests have moved, by category: a record's name up to its first '/'.
+        `kind`: "unverified" means bytes that were read without verification."""
         with self._count_lock:
             return dict(self._nbytes[kind])
 
     def read(self, record: Record, into: memoryview, offset: int = 0, *, urgent: bool = False) -> Transfer:
-        """Start to read the record's bytes from `offset` on into `into`. Size and offset are in whole pages, the memory
-        is page-aligned. `urgent`: see IOEngine.read. Raises StoreError for bytes that were never written. The
-        transfer's `wait()` raises TransferError, and CorruptionError if the bytes differ from what was written."""
+        """Start to read the record from its byte `offset` on into `into`. Offset, size and address are multiples of a
+        page. `urgent`: see IOEngine.read. Raises StoreError for bytes that were never written. The transfer raises
+        TransferError, and CorruptionError if the bytes differ from what was written."""
         self._check()
         into = memoryview(into).cast("B")
         request = InFlight(kind="read", start=offset, end=offset + len(into))
@@ -203,10 +193,9 @@ class SwapStore:
         return self._start(record, request, spans, into, partial(self.engine.read, urgent=urgent), parts, finish)
 
     def write(self, record: Record, data: memoryview, offset: int = 0) -> Transfer:
-        """Start to write `data` to the record, from its byte `offset` on. Size and offset are in whole pages, the
-        memory is page-aligned. The caller leaves `data` alone until the transfer is done. A `write_once` record first
-        gets its second slot if the write would change bytes of the last commit. Raises StoreError if there is no space
-        for that slot. The transfer's `wait()` raises TransferError."""
+        """Start to write `data` to the record, from its byte `offset` on. Offset, size and address are multiples of a
+        page. `data` must not change until the transfer is done. Raises StoreError if a second slot is needed and has no
+        space. The transfer raises TransferError."""
         self._check()
         data = memoryview(data).cast("B")
         if kept := self._table.kept(record, offset, offset + len(data)):
@@ -232,9 +221,8 @@ class SwapStore:
         return self._start(record, request, spans, data, self.engine.write, parts, finish)
 
     def commit(self, step: int, metadata: Mapping[str, Any]) -> None:
-        """Commit the present bytes of all records that were reserved with `committed`, as the state of `step`. When
-        this returns, the state survives power loss; until then the last commit is the state on disk. `metadata`: the
-        caller's own values, JSON only."""
+        """Commit all records that were reserved with `committed`, as the state of `step`. The state is durable on
+        return. `metadata`: the caller's own values, JSON only."""
         try:
             self.prepare(step, metadata)
             self.confirm()
@@ -244,11 +232,11 @@ class SwapStore:
             raise
 
     def prepare(self, step: int, metadata: Mapping[str, Any]) -> None:
-        """Do the first half of `commit`: make the new state durable next to the last commit; `recover` can open either.
+        """Do the first half of `commit`: make the new state durable next to the last commit. `recover` can open either.
+        Writes to records that take part in commits are refused until `confirm` or `cancel_prepared`. Processes that
+        commit together wait for each other before they call `confirm`.
 
-        Processes that must commit together all call `prepare`, wait for each other, and then call `confirm`. In
-        between, writes to records that take part in commits are refused. Raises StoreError if such a record is being
-        written. Raises StoreError, with nothing changed, if the manifest does not fit on the disk."""
+        Raises StoreError if a record of the commit is being written, or if the manifest does not fit on the disk."""
         self._check()
         written = self._table.freeze(step)
         try:
@@ -264,6 +252,7 @@ class SwapStore:
                 ranges={record.name: list(ranges) for record, ranges in written},
             )
             data = state.encode()
+            # data is durable before the manifest that names it
             with self._latching():  # a sync is never tried again: the kernel may have dropped the pages
                 wait_all(self._files.sync())
             self._directory.keep()
@@ -278,7 +267,7 @@ class SwapStore:
         self._prepared = state
 
     def confirm(self) -> None:
-        """Do the second half of `commit`: commit the prepared state. Later writes may overwrite the older commit."""
+        """Do the second half of `commit`: commit the prepared state."""
         self._check()
         state = self._prepared
         if state is None:
@@ -296,8 +285,7 @@ class SwapStore:
             raise
 
     def cancel_prepared(self) -> None:
-        """Drop the prepared state, if there is one, durably. Called if the commit cannot go on, for example because
-        another store of the same commit could not prepare."""
+        """Drop the prepared state, if there is one, durably. Raises StoreError."""
         if self._prepared is None:
             return
         try:
@@ -323,8 +311,8 @@ class SwapStore:
         self._table.end_all()
 
     def close(self, remove: bool = True) -> None:
-        """Let requests finish, close the files and release the directory. Idempotent. `remove`: True removes the
-        directory. False leaves it on disk for `recover` if it has a committed state, and removes it otherwise."""
+        """Let requests finish, close the files and release the directory. Idempotent. `remove`: False leaves a
+        committed state on disk for `recover`."""
         if not self._process.is_current():
             return  # a forked child owns nothing
         for worker in (self._worker, self._hashing):
@@ -345,9 +333,8 @@ class SwapStore:
         parts: list[IOTransfer],
         finish: Callable[[], None],
     ) -> Transfer:
-        """Start one request, and return its transfer. The store finishes the request even if no caller waits for the
-        transfer. `act`: IOEngine.read or IOEngine.write. `parts`: receives the transfers of all pieces. `finish`: waits
-        for `parts`, then verifies or records the bytes."""
+        """Start one request, and return its transfer. `act`: IOEngine.read or IOEngine.write. `parts`: receives the
+        transfers of all pieces. `finish`: waits for `parts`, then verifies or records the bytes."""
         begun_s = time.perf_counter()
 
         def work() -> None:
@@ -367,20 +354,18 @@ class SwapStore:
             with self._ended(record, request, parts):
                 raise
         transfer = SharedWork(work)
-        self._worker.submit(transfer.run)
+        self._worker.submit(transfer.run)  # finishes the request even if no caller waits for it
         return transfer
 
     @contextmanager
     def _ended(self, record: Record, request: InFlight, parts: Sequence[IOTransfer]) -> Iterator[None]:
-        """Return a context manager that removes the request from the table at the end of its block. If the block
-        raises, the manager first waits for the request's transfers. It latches the store if a transfer has failed, or
-        if the block raises after a write has begun, because the bytes on disk are then unknown. After an interrupt
-        (Ctrl-C) the request stays, and the next thread that waits for it ends it."""
+        """Return a context manager that ends the request in the table when its block ends."""
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # not an interrupt (Ctrl-C): the next thread that waits ends the request
             for part in parts:
                 wait_quietly(part)
+            # after a failed transfer or a begun write the bytes on disk are unknown
             if isinstance(error, TransferError) or (parts and request.kind == "write"):
                 self._latch.set(error)
             self._table.end(record, request)
@@ -388,7 +373,7 @@ class SwapStore:
         self._table.end(record, request)
 
     def _add_slot(self, record: Record) -> None:
-        """Give the record, which has one slot, a second one. Enlarge the files if they lack room. Raises StoreError."""
+        """Give the record a second slot. Enlarge the files if they lack room. Raises StoreError."""
         if not self._table.add_slot(record):
             capacity_nbytes = self.capacity_nbytes + record.extent_nbytes
             self._files.grow(capacity_nbytes)
@@ -400,12 +385,12 @@ class SwapStore:
         return "the last checkpoint" if self.step is None else f"step {self.step}, committed in {self.paths[0]}"
 
     def _restore(self) -> None:
-        """Allow writes again, after the prepared manifest was removed. The last commit stays the state on disk."""
+        """Allow writes again, after the prepared manifest was removed."""
         self._directory.keep(self.step is not None)
         self._table.thaw(None)
 
     def _hashed(self, record: Record, ranges: Sequence[Range]) -> Sequence[Range]:
-        """Return the ranges, each with a checksum; read those that have none. Raises TransferError, CorruptionError."""
+        """Return the ranges, each with a checksum; read those without one. Raises TransferError, CorruptionError."""
         if all(item.digest is not None for item in ranges):
             return ranges
         with self._latching():
@@ -414,9 +399,9 @@ class SwapStore:
         return found
 
     def _with_digest(self, record: Record, item: Range) -> Range:
-        """Read the range `item` and return it with its checksum. If `item` is part of a range of the last commit that
-        has a checksum, read and verify all of that range."""
+        """Read the range `item`, and return it with its checksum. Raises TransferError, CorruptionError."""
         durable = self._table.durable(record, item.start, item.end)
+        # part of a range of the last commit: read and verify all of that range
         whole = next((one for one in durable if one.slot == item.slot and one.digest is not None), item)
         (span,) = locate(record, [whole], whole.start, whole.end)
         memory, parts = memoryview(map_memory(whole.end - whole.start)), list[IOTransfer]()
@@ -439,8 +424,8 @@ class SwapStore:
             raise
 
     def _not_prepared(self, step: int, error: OSError) -> StoreError:
-        """Return the error to raise after a manifest could not be written. After a transient failure (`_TRANSIENT`)
-        remove its file and allow writes again; after any other latch the store."""
+        """Return the error of a manifest that could not be written. Drop the preparation after a transient failure
+        (`_TRANSIENT`); latch the store after any other."""
         text = (
             f"The manifest of step {step} cannot be written to {self._directory.paths[0]}: {error}. "
             "What was committed before is untouched"
@@ -488,7 +473,7 @@ Written = tuple[Record, Sequence[Range]]
 @final
 @dataclass(eq=False, kw_only=True)
 class InFlight:
-    """A request under way for bytes `[start, end)` of a record; `RecordTable.end` ends it. Compared by identity."""
+    """A request under way for bytes `[start, end)` of a record, until `RecordTable.end`. Compared by identity."""
 
     kind: Literal["read", "write"]
     start: int
@@ -502,7 +487,7 @@ class InFlight:
 @dataclass(kw_only=True)
 class _State:
     """The state of a record. `written`: the ranges that were written last. `durable`: the ranges in the durable
-    manifest; None if it does not name the record. `in_flight`: the requests under way."""
+    manifest; None if the record is not in it."""
 
     record: Record
     written: RangeMap = field(default_factory=RangeMap)
@@ -512,8 +497,7 @@ class _State:
 
 @final
 class RecordTable:
-    """Keeps the table of a store's records: slots, written ranges, requests under way. Moves no bytes. Has a lock: a
-    request begins on the thread that drives the store, and may end on another one. Ensures that a write never goes to
+    """Keeps the table of a store's records: slots, written ranges, requests under way. Any thread. A write never gets
     an extent (a range of the files) that the durable manifest names; this makes commits safe."""
 
     def __init__(self, capacity_nbytes: int) -> None:
@@ -527,8 +511,8 @@ class RecordTable:
             return {name: state.record for name, state in self._states.items()}
 
     def reserve(self, name: str, nbytes: int, *, committed: bool, num_slots: int) -> Record:
-        """Reserve extents for a new record, one for each slot. `committed`: whether the record takes part in commits.
-        Raises StoreError if `nbytes` is not positive, the name is taken, or the capacity is used up."""
+        """Reserve an extent for each slot of a new record. `committed`: whether the record takes part in commits.
+        Raises StoreError if the name is taken or the capacity is used up."""
         if nbytes <= 0:
             raise StoreError(f"Record {name!r} must have at least one byte; found {nbytes}.")
         with self._lock:
@@ -561,8 +545,7 @@ class RecordTable:
             return len(self._find(record).record.offsets)
 
     def kept(self, record: Record, start: int, end: int) -> list[Range]:
-        """Return the committed ranges of the record in `[start, end)`, if a write would overwrite them: if the record
-        has one place on disk. With two places, return []."""
+        """Return the committed ranges that a write of `[start, end)` would overwrite; [] if there are two slots."""
         with self._lock:
             state = self._find(record)
             if not state.record.committed or len(state.record.offsets) > 1 or state.durable is None:
@@ -583,8 +566,8 @@ class RecordTable:
             self.extents.grow(capacity_nbytes)
 
     def begin_read(self, record: Record, request: InFlight) -> list[Span]:
-        """Register a read, and return where its bytes lie. Raises StoreError if these bytes were never written or are
-        being written."""
+        """Register a read, and return where its bytes lie. Raises StoreError if they were never written or are being
+        written."""
         start, end = request.start, request.end
         with self._lock:
             state = self._admit(record, request)
@@ -597,7 +580,7 @@ class RecordTable:
             return locate(state.record, ranges, start, end)
 
     def begin_write(self, record: Record, request: InFlight) -> tuple[list[Span], list[Range]]:
-        """Register a write. Return where its bytes must go, and its pieces, each of which gets a checksum. Raises
+        """Register a write. Return where its bytes go, and the pieces of which checksums are computed. Raises
         StoreError if a request for these bytes is under way, or if the record is frozen."""
         start, end = request.start, request.end
         with self._lock:
@@ -608,8 +591,7 @@ class RecordTable:
             return locate(state.record, runs, start, end), [piece for run in runs for piece in cut(run)]
 
     def end(self, record: Record, request: InFlight, written: Sequence[Range] = ()) -> None:
-        """Remove a request that has ended or could not start. `written`: the ranges that a successful write has stored;
-        they replace the record's ranges of the same bytes."""
+        """Remove a request that has ended or could not start. `written`: the ranges that a write has stored."""
         with self._lock:
             state = self._states.get(record.name)
             if state is None or request not in state.in_flight:
@@ -626,7 +608,7 @@ class RecordTable:
 
     def freeze(self, step: int) -> list[Written]:
         """Refuse writes to records that take part in commits, until `thaw`. Return these records, each with its written
-        ranges. Raises StoreError if one of them is being written, or if `freeze` was called already."""
+        ranges. Raises StoreError if one is being written, or if they are frozen already."""
         with self._lock:
             if self._frozen is not None:
                 raise StoreError(f"Step {self._frozen} is prepared; confirm it before the next one.")
@@ -646,14 +628,12 @@ class RecordTable:
             return [] if durable is None else durable.overlapping(start, end)
 
     def set_written(self, record: Record, ranges: Sequence[Range]) -> None:
-        """Give the written ranges of a record their checksums. `ranges`: the same ranges, with checksums. Called
-        between `freeze` and `thaw`."""
+        """Replace a record's written ranges by the same ranges with checksums. Called between `freeze` and `thaw`."""
         with self._lock:
             self._find(record).written = RangeMap(ranges)
 
     def thaw(self, durable: Mapping[str, Sequence[Range]] | None) -> None:
-        """Allow writes again. `durable`: the ranges of each record in the new durable manifest; None: the durable
-        manifest is still the old one."""
+        """Allow writes again. `durable`: each record's ranges in the new durable manifest; None without a new one."""
         with self._lock:
             self._frozen = None
             if durable is None:
@@ -662,8 +642,8 @@ class RecordTable:
                 self._states[name].durable = RangeMap(ranges)
 
     def revert(self) -> None:
-        """Set the records that take part in commits back to the last commit; records that the commit does not name
-        become empty. Raises StoreError if one of them is in use or frozen."""
+        """Set the records that take part in commits back to the last commit. Records that it does not have become
+        empty. Raises StoreError if one of them is in use or frozen."""
         with self._lock:
             states = [state for state in self._states.values() if state.record.committed]
             for state in states:
