@@ -1,9 +1,8 @@
 """Check a device for `tiered-zero doctor --device`, and measure the rates of this machine for plans.
 
-Each check takes an open accelerator and returns one finding. Checks and measurements use lanes, pinned memory and
-events as a run does. Rates are measured of matrix products, a small model, copies in host memory, and copies to and
-from the device. assembly/machine_rates.py measures the optimizer's rates, and stores all rates. Main thread, with an
-idle device. Errors of torch are raised unchanged."""
+Each check takes an open accelerator and returns one finding. Main thread, with an idle device. Errors of torch are
+raised unchanged.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +67,7 @@ def check_kernel(accelerator: Accelerator) -> Finding:
 
 
 def check_copies(accelerator: Accelerator) -> Finding:
-    """Measure the rates of copies to the device, from it, and both at once, with pinned and with pageable host
-    memory."""
+    """Measure the rates of copies to the device, from it, and both at once, with pinned and pageable host memory."""
     rates, fix = {}, ""
     for pins in (True, False):
         with copy_buffers(accelerator, pins) as (up, down):
@@ -160,8 +158,7 @@ def node_pages(address: int, proc: Path = PROC) -> dict[int, int]:
 
 
 def check_collectives(accelerator: Accelerator) -> Finding:
-    """Run an all-reduce in a process group of this process alone; the group connects as a larger group does. The call
-    runs on a thread of its own, because a call that hangs cannot be ended."""
+    """Run an all-reduce in a process group of this process alone."""
     device, ended = accelerator.device, list[str]()
 
     def reduce() -> None:
@@ -177,7 +174,7 @@ def check_collectives(accelerator: Accelerator) -> Finding:
         except Exception as error:
             ended.append(f"{type(error).__name__}: {error}".splitlines()[0])
 
-    thread = threading.Thread(target=reduce, daemon=True)
+    thread = threading.Thread(target=reduce, daemon=True)  # a call that hangs cannot be ended
     thread.start()
     thread.join(COLLECTIVE_LIMIT_S)
     if why := ended[0] if ended else f"no end within {COLLECTIVE_LIMIT_S:.0f} s":
@@ -197,8 +194,7 @@ def _arena(accelerator: Accelerator, nbytes: int, pins: bool = True) -> Iterator
 
 @contextmanager
 def copy_buffers(accelerator: Accelerator, pins: bool = True) -> Iterator[tuple[Launch, Launch]]:
-    """Yield two functions: one launches NUM_COPIES copies from host memory to the device, the other launches as many
-    back. Each copy has COPY_NBYTES. `pins`: whether to pin the host memory."""
+    """Yield two functions: one launches NUM_COPIES copies of COPY_NBYTES to the device, the other as many back."""
     with _arena(accelerator, 2 * COPY_NBYTES, pins) as arena:
         host = [arena.take(COPY_NBYTES, "param").tensor.fill_(0) for _ in range(2)]
         on_device = [torch.zeros(COPY_NBYTES, dtype=torch.uint8, device=accelerator.device) for _ in range(2)]
@@ -249,23 +245,20 @@ LIMIT_S: Final = 1.0
 
 _SHAPES: Final = {True: (512, 512), False: (4096, 4096)}
 """Whether the device is the CPU -> tokens and hidden size of the matrix products. On two idle cores of Zen 5, 512 x 512
-reaches 0.95 of the rate of 2048 x 2048 in fp32 and in bf16. With fewer tokens, reading the weights would add time."""
+reaches 0.95 of the rate of 2048 x 2048."""
 
 _MODEL_SHAPES: Final = {True: (256, 2, 8192), False: (4096, 2, 16384)}
 """Whether the device is the CPU -> tokens, blocks and vocabulary of the small model. `_SHAPES` has its hidden size."""
 
 _SLOW: Final = 0.1
-"""The small model does not run in slow dtypes: those in which the device multiplies at less than this share of its rate
-in fp32."""
+"""The small model does not run in dtypes with less than this share of the rate of products in fp32."""
 
 _COPIED_NBYTES: Final = 128 * MIB
 
 
 def median_rate(amount: float, work: Callable[[], object]) -> float:
-    """Call `work` at most REPEATS times, for at most about LIMIT_S, and return `amount` per second of the median call.
-    `amount`: bytes or operations of one call. An additional first call is not counted, except if that call alone takes
-    LIMIT_S."""
-    seconds: list[float] = []
+    """Call `work` several times. Return `amount` (bytes or operations of one call) per second of the median call."""
+    seconds: list[float] = []  # a first call more, which is not counted if others follow
     while not seconds or (len(seconds) <= REPEATS and sum(seconds) < LIMIT_S):
         began_s = time.perf_counter()
         work()
@@ -274,8 +267,7 @@ def median_rate(amount: float, work: Callable[[], object]) -> float:
 
 
 def product_rates(accelerator: Accelerator) -> Mapping[str, float]:
-    """Return dtype name -> operations per second of a linear layer's matrix products: one in forward, two in backward.
-    Dtypes that the device cannot multiply are left out."""
+    """Return dtype name -> operations per second of a linear layer's matrix products, in forward and backward."""
     tokens, hidden = _SHAPES[accelerator.device.type == "cpu"]
     rates = {}
     for name, dtype in DTYPES.items():
@@ -296,12 +288,9 @@ def product_rates(accelerator: Accelerator) -> Mapping[str, float]:
 def model_rates(
     accelerator: Accelerator, products: Mapping[str, float]
 ) -> tuple[Mapping[str, float], Mapping[str, float]]:
-    """Measure what a small model computes besides its matrix products, in forward and backward together.
-
-    Return two mappings of dtype name -> elements per second. The first is for the transformer blocks and counts
-    elements of hidden states. The second is for the loss and counts logits. `products`: the result of `product_rates`.
-    Dtypes that the device multiplies slowly are left out, and dtypes in which the model does not fit or does not
-    run."""
+    """Measure a small model's forward and backward, without their matrix products. Return dtype name -> elements of
+    hidden states per second in the blocks, and dtype name -> logits per second in the loss. Dtypes that are slow, or in
+    which the model does not run, are left out."""
     tokens, layers, vocab = _MODEL_SHAPES[accelerator.device.type == "cpu"]
     hidden = _SHAPES[accelerator.device.type == "cpu"][1]
     in_blocks, logits = {}, {}
@@ -317,8 +306,7 @@ def model_rates(
 
 
 def _rate_besides(amount: float, product_s: float, work: Callable[[], object]) -> float:
-    """Return the rate of `work` without its matrix products: `amount` per second of the remaining time. The products
-    take `product_s` seconds. The remaining time is taken as at least a tenth of the time of `work`."""
+    """Return `amount` per second of `work` without its matrix products, which take `product_s` seconds."""
     seconds = 1 / median_rate(1.0, work)
     return amount / max(seconds - product_s, seconds / 10)
 

@@ -1,6 +1,4 @@
-"""Read facts about the machine, such as free memory, processors and NUMA nodes, without changing anything.
-
-The functions work without /proc or cgroups, too."""
+"""Read facts about the machine, such as free memory, processors and NUMA nodes. Works without /proc or cgroups, too."""
 
 from __future__ import annotations
 
@@ -21,8 +19,7 @@ Place = tuple[int, int, int]
 
 
 def accelerator_kind() -> str | None:
-    """Return the accelerator that this torch build supports, such as "CUDA 13.0" or "xpu"; None if it supports only the
-    CPU."""
+    """Return the accelerator that this torch supports, such as "CUDA 13.0" or "xpu"; None if it is only the CPU."""
     found = torch.accelerator.current_accelerator()
     if found is None:
         return None
@@ -31,8 +28,7 @@ def accelerator_kind() -> str | None:
 
 
 def accelerator_names() -> list[str]:
-    """Return the product names of the accelerators that torch finds, in the order of their indices; empty if there is
-    none."""
+    """Return the product names of the accelerators that torch finds, in the order of their indices."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
         return []
@@ -41,9 +37,8 @@ def accelerator_names() -> list[str]:
 
 
 def available_device_nbytes(device: torch.device, own: Iterable[torch.Tensor] = ()) -> int | None:
-    """Return the bytes of accelerator memory that this process can still get: free memory, memory that torch's
-    allocator keeps but does not use, and the bytes of `own`, tensors that will be freed. Return None for the CPU, or if
-    torch finds no such device or cannot tell."""
+    """Return the bytes of accelerator memory that this process can still get, with torch's unused memory and `own`,
+    tensors that will be freed. Return None for the CPU, or if torch cannot tell."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None or found.type != device.type:
         return None
@@ -63,15 +58,13 @@ def total_host_nbytes(proc: Path = PROC) -> int:
 
 
 def available_host_nbytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """Return the bytes that this process can allocate before the kernel kills a process: MemAvailable, or what its
-    cgroups have left (limit minus usage) if that is less. Inactive page cache counts as free, because the kernel drops
-    it first."""
+    """Return the bytes that this process can allocate: MemAvailable, or what its cgroups have left if that is less."""
     bounds = [_meminfo(proc).get("MemAvailable") or _physical_nbytes()]
     for folder in cgroup_folders("memory", proc, cgroup):
         limit = _read_int(folder / "memory.max", folder / "memory.limit_in_bytes")
         usage = _read_int(folder / "memory.current", folder / "memory.usage_in_bytes")
         if limit is not None and usage is not None:
-            bounds.append(limit - max(usage - _inactive_file_nbytes(folder), 0))
+            bounds.append(limit - max(usage - _inactive_file_nbytes(folder), 0))  # the kernel drops this cache first
     return max(min(bounds), 0)
 
 
@@ -83,10 +76,9 @@ def cgroup_memory_limit_nbytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int 
 
 
 def huge_pages(system: Path = SYSTEM) -> str | None:
-    """Return the mode of transparent huge pages: "always", "madvise" (only for memory that asks for them) or "never";
-    None if unknown. /sys/kernel/mm/transparent_hugepage/enabled lists all modes, with the present one in brackets."""
+    """Return the mode of transparent huge pages: "always", "madvise" (on request) or "never"; None: unknown."""
     words = read_text(system / "kernel" / "mm" / "transparent_hugepage" / "enabled").split()
-    return next((word.strip("[]") for word in words if word.startswith("[")), None)
+    return next((word.strip("[]") for word in words if word.startswith("[")), None)  # the present mode has brackets
 
 
 def _inactive_file_nbytes(folder: Path) -> int:
@@ -105,8 +97,7 @@ def _physical_nbytes() -> int:
 
 
 def _read_int(*candidates: Path) -> int | None:
-    """Read the files in turn, and return the first number found; None if no file holds a number ("max" is no
-    number)."""
+    """Return the number in the first of the files that holds one; None if none does ("max" is no number)."""
     texts = (read_text(path) for path in candidates)
     return next((int(text) for text in texts if text.isdigit()), None)
 
@@ -130,8 +121,8 @@ def gpu_node(device: torch.device, system: Path = SYSTEM) -> int | None:
 
 
 def near_cpus(device: torch.device, system: Path = SYSTEM) -> set[int]:
-    """Return this process's processors on an accelerator's NUMA node: host memory that they touch first lies on that
-    node. Return an empty set if the node is unknown, or if it has all or none of the processors."""
+    """Return this process's processors on an accelerator's NUMA node. Return an empty set if the node is unknown, or if
+    it has all or none of them."""
     if (node := gpu_node(device, system)) is None or not hasattr(os, "sched_getaffinity"):
         return set()
     cpus = os.sched_getaffinity(0)

@@ -15,8 +15,7 @@ _NUM_WORDS = 624
 
 
 def random_states() -> dict[str, Any]:
-    """Copy the states of all generators: Python's, numpy's, torch's, and those of the accelerators that this process
-    uses."""
+    """Copy the states of all generators: Python's, numpy's, torch's, and those of accelerators in use."""
     module = _accelerators()
     return {
         "python": random.getstate(),
@@ -27,8 +26,7 @@ def random_states() -> dict[str, Any]:
 
 
 def check_random_states(states: Any) -> None:
-    """Check that `restore_random_states` accepts `states`, which may come from a damaged file. The generators keep
-    their present states. Raises ValueError if it does not accept them."""
+    """Raise ValueError if `restore_random_states` does not accept `states`. The generators keep their states."""
     try:
         with kept_random_states():
             restore_random_states(states)
@@ -37,8 +35,7 @@ def check_random_states(states: Any) -> None:
 
 
 def restore_random_states(states: Mapping[str, Any]) -> list[str]:
-    """Set every generator to its state in `states`. Return one line of text for each generator that was not restored:
-    numpy's of another kind, and devices that exist only here or only in `states`."""
+    """Set every generator to its state in `states`. Return one line of text for each one that was not restored."""
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     lines, own, saved = [], _numpys_generator(), states["numpy"]["bit_generator"]
@@ -77,8 +74,8 @@ def _numpys_generator() -> str:
 
 
 def _accelerators() -> Any:
-    """Return torch's module for the accelerators, such as torch.cuda; None if this process does not use them, or if
-    they have no random generators."""
+    """Return torch's module for the accelerators, such as torch.cuda; None if this process uses none with
+    generators."""
     found = torch.accelerator.current_accelerator()
     module = None if found is None else torch.get_device_module(found.type)
     is_used = getattr(module, "is_initialized", lambda: module is not None)()

@@ -24,8 +24,7 @@ from tiered_zero.telemetry.spans import Ledger, Recorder
 logger = logging.getLogger("tiered_zero")
 
 _WITHOUT_STREAMS = frozenset({"meta", "mps"})
-"""Device types that are refused: meta has no memory, and mps has one stream only, so nothing could be fetched during
-compute."""
+"""Device types that are refused: meta has no memory; mps has one stream, so nothing is fetched during compute."""
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 """Environment variables that change the numbers of the devices."""
@@ -33,8 +32,8 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 
 def build_accelerator(name: str = "auto", poison: bool = False, delay_seed: int | None = None) -> Accelerator:
     """Build the accelerator. `name`: "auto" (an accelerator if there is one), "cpu", or a torch name ("cuda", "xpu:1").
-    `poison`: overwrite freed memory with NaN, for debugging. `delay_seed`: seed of random delays, on the CPU only.
-    Raises ConfigError if the device does not exist, or cannot be used."""
+    `poison`: overwrite freed memory with NaN. `delay_seed`: of random delays, on the CPU only. Raises ConfigError if
+    the device cannot be used."""
     device = find_device(name)
     if device.type == "cpu":
         return CpuAccelerator(poison, delay_seed)
@@ -44,8 +43,8 @@ def build_accelerator(name: str = "auto", poison: bool = False, delay_seed: int 
 
 
 def find_device(name: str) -> torch.device:
-    """Convert `name`, a value of `tiered_zero.device`, to a torch device, which need not exist. Raises ConfigError if
-    torch does not know the name, or if the device has no streams."""
+    """Convert `name`, a value of `tiered_zero.device`, to a torch device, which need not exist. Raises ConfigError for
+    an unknown name, and for a device without streams."""
     with suppress(RuntimeError):
         device = _own_device() if name == "auto" else torch.device(name)
         if device.type not in _WITHOUT_STREAMS:
@@ -62,17 +61,15 @@ def _own_device() -> torch.device:
 
 
 def shares_cores(name: str, delay_seed: int | None) -> bool:
-    """Return whether compute on the device called `name` and the update use the same cores. On the CPU they do; with a
-    `delay_seed`, the CPU simulates a separate device, and they do not."""
+    """Return whether compute on the device `name` and the update use the same cores. With a `delay_seed` the CPU
+    simulates a separate device."""
     return find_device(name).type == "cpu" and delay_seed is None
 
 
 def choose_device(ranks: Collectives, name: str) -> None:
-    """Make this rank's device the current device of the calling thread. Its index is the one in `name`
-    (`tiered_zero.device`), or else LOCAL_RANK. Does nothing for one rank, and on the CPU.
-
-    Driver thread, before the run is planned, on every rank at the same time. Raises ConfigError on every rank if there
-    is no such device, if torch has no backend for it, or if two ranks share a device."""
+    """Make this rank's device current on the calling thread: the one with the index in `name` (`tiered_zero.device`),
+    or else LOCAL_RANK. Call it on every rank at the same time, before the run is planned. Raises ConfigError on every
+    rank if a device is missing, has no backend, or belongs to two ranks."""
     if ranks.world_size == 1 or name == "cpu":
         return
     if (device := find_device(name)).type == "cpu":
@@ -116,12 +113,8 @@ def _choose(device: torch.device) -> str:
 
 
 def bind_to_share(ranks: Collectives, device: torch.device, system: Path = SYSTEM) -> None:
-    """Bind this process to its share of the host's processors until it ends, with its threads and the children that it
-    starts later. Collective.
-
-    Ranks of one host that may run on exactly the same processors divide them. Ranks that the launcher has bound to
-    different processors stay as they are. A rank's share lies on its GPU's NUMA node if that is known. Does nothing if
-    there are fewer processors than ranks."""
+    """Bind this process, with its threads and children, to its share of the host's processors. Collective. Ranks of a
+    host that may run on exactly the same processors divide them; other ranks stay as they are."""
     if ranks.world_size == 1 or not hasattr(os, "sched_setaffinity"):
         return
     cpus, host = sorted(os.sched_getaffinity(0)), boot_id()
@@ -142,15 +135,10 @@ def bind_to_share(ranks: Collectives, device: torch.device, system: Path = SYSTE
 
 
 def share_of(places: Mapping[int, Place], nodes: Sequence[int | None], index: int) -> list[int]:
-    """Return the processors of rank `index` of `len(nodes)` ranks; an empty list if there are too few.
-
-    `places`: processor -> place, for all processors to divide. `nodes`: the NUMA node of each rank's GPU; None:
-    unknown. If all nodes are known, the ranks of a node divide the processors of that node. If one is unknown, all
-    ranks divide all processors.
-
-    The processors are sorted by place, and each rank gets one range of them. Neighbours in this order are threads of
-    one core, or cores of one node."""
-    ordered = sorted(places, key=lambda cpu: (places[cpu], cpu))
+    """Return the processors of rank `index` of `len(nodes)` ranks; an empty list if there are too few. `places`: of all
+    processors to divide. `nodes`: the NUMA node of each rank's GPU. If all are known, the ranks of a node divide its
+    processors. If one is None, all ranks divide all processors."""
+    ordered = sorted(places, key=lambda cpu: (places[cpu], cpu))  # neighbours share a core or a node
     num_sharing, number = len(nodes), index
     if None not in nodes:
         node = nodes[index]
@@ -163,10 +151,9 @@ def share_of(places: Mapping[int, Place], nodes: Sequence[int | None], index: in
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """The objects of a run that all movers of bytes share: the device, the ledger (counts the bytes on each tier), the
-    recorder (of timed spans), and the collectives with the other ranks. One per run."""
+    """The objects of a run that all movers of bytes share. One per run."""
 
     accelerator: Accelerator
-    ledger: Ledger
-    recorder: Recorder
+    ledger: Ledger  # counts the bytes on each tier
+    recorder: Recorder  # of timed spans
     collectives: Collectives

@@ -173,8 +173,7 @@ class Plan:
 
 
 def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request: PlanRequest) -> Plan:
-    """Make the plan of a run; `Plan.check` checks its limits. Raises ConfigError for a size in the config that cannot
-    work.
+    """Make the plan of a run; `Plan.check` checks its limits. Raises ConfigError for an impossible size in the config.
 
     To keep the limits, the plan shrinks the window, then the gradients in memory (they go to nvme), then the sub-groups
     in flight. If it still exceeds a limit, it is the smallest plan for these units and sub-groups.

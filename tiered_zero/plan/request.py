@@ -66,9 +66,8 @@ constant, so that the borders of buckets do not depend on memory."""
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """A config, and facts about the machine, ranks and model of a run. The config's offload devices are those that
-    really run (see `resolve_host_tiers`). Raises ConfigError if the config's gradients or update policy cannot be
-    used."""
+    """A config, and facts about the machine, ranks and model of a run. The config's offload devices are those that run
+    (see `resolve_host_tiers`). Raises ConfigError for gradients or an update policy that cannot be used."""
 
     config: Config
     limits: Limits = field(default_factory=dict)

@@ -508,7 +508,7 @@ class _Run:
         return sums
 
     def _drive(self) -> Process:
-        """Compute the uses of all steps in order, as the training loop's thread does."""
+        """Run the uses of all steps in order, as the training loop's thread does."""
         before: _Step | None = None
         last = self._uses[-1].micro
         for step in self._steps:

@@ -146,12 +146,10 @@ def group_params(source: Optimizer, specs: Mapping[nn.Parameter, ParamSpec]) -> 
 def make_rule(
     source: Optimizer, state_format: str = "fp32", *, steps_parts: bool = False, num_threads: int | None = None
 ) -> UpdateRule:
-    """Make the update rule for the optimizer `source`: on the native kernel for Adam, AdamW, SGD, Adagrad and Lion,
-    otherwise with torch's code.
+    """Make the update rule for the optimizer `source`. Adam, AdamW, SGD, Adagrad and Lion get the native kernel.
 
-    `steps_parts`: parameters are stepped in parts; the options fused and foreach then have no effect. `num_threads`: of
-    the kernel; None: all that this process may use. Raises ConfigError if the rule cannot keep its state in
-    `state_format`.
+    `steps_parts`: parameters are stepped in parts; fused and foreach then have no effect. `num_threads`: of the kernel;
+    None: all of this process. Raises ConfigError if the rule cannot keep its state in `state_format`.
     """
     is_own = steps_parts or state_format != "fp32"
     given = [option for option in _TORCH_CODE if any(group.get(option) for group in source.param_groups)]

@@ -172,8 +172,7 @@ class NativeRule(UpdateRule):
         return self._own_scalars(self._reference.import_state(values, state, self._completed(hyper)))
 
     def update(self, runs: Sequence[Run]) -> None:
-        """Make one step on every run. Raises InternalError, with nothing written, for arrays that are not as `Run`
-        says."""
+        """Make one step on every run. Raises InternalError, with nothing written, for arrays of another form."""
         alike: dict[Hashable, list[Run]] = {}
         for run in runs:
             alike.setdefault(self.kind_of(run), []).append(run)
@@ -336,9 +335,8 @@ class NativeRule(UpdateRule):
 
 
 def open_kernel(num_threads: int | None = None) -> UpdateKernel | None:
-    """Open the native kernel with torch's square root; return None if the kernel was not built. `num_threads`: None:
-    all that this process may use. Raises ConfigError if the environment names an instruction set that this machine
-    cannot run."""
+    """Open the native kernel with torch's square root; None: it was not built. `num_threads`: None: all of this
+    process. Raises ConfigError if the environment names an instruction set that this machine cannot run."""
     path = find_library("_update")
     return None if path is None else UpdateKernel(path, num_threads=num_threads, root=find_torch_root())
 
@@ -405,12 +403,11 @@ BIAS_CORRECTION = "bias_correction"
 
 @final
 class AdamRule(NativeRule):
-    """The rule of Adam (Kingma and Ba, 2015; weight decay in the gradient) and AdamW (Loshchilov and Hutter, 2019;
-    decoupled).
+    """The rule of Adam (Kingma and Ba, 2015; weight decay in the gradient) and AdamW (Loshchilov and Hutter, 2019).
 
-    Param groups have torch's keys; lr and betas may be 0-d tensors. The group's decoupled_weight_decay chooses Adam or
-    AdamW. The state arrays are exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq; the scalar is step. If
-    DeepSpeed's key bias_correction is false, all powers of the betas are taken as 0.
+    Param groups have torch's keys; lr and betas may be 0-d tensors. The group's decoupled_weight_decay chooses AdamW.
+    The state arrays are exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq; the scalar is step. If DeepSpeed's key
+    bias_correction is false, all powers of the betas are taken as 0.
     """
 
     unsigned_field = "exp_avg_sq"

@@ -24,7 +24,7 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def _decoded_bytes() -> dict[torch.dtype, torch.Tensor]:
-    """Return dtype of codes -> table, [256] fp32: a code's value relative to the block's scale, by the code's byte."""
+    """Return dtype of codes -> [256] fp32. Entry b is the value, relative to the scale, of the code with byte b."""
     code = torch.arange(256, dtype=torch.float64)
     # Products, without pow, so that the tables are equal on every processor. The kernel reads them too.
     signed, square = torch.where(code < 128, code, code - 256) / _SIGNED, (code / _UNSIGNED).square()

@@ -159,9 +159,8 @@ def batches(
 
 @contextmanager
 def packed(runs: Sequence[Run], block_numel: int = 1, per_block: Collection[str] = ()) -> Iterator[Run]:
-    """Join `runs` into one run of copies, yield it, and copy its results back after the with-block. In the joined
-    arrays each run begins at a multiple of `block_numel`; gaps are zero. `per_block`: names of the state arrays with
-    one element per block."""
+    """Join `runs` into one run of copies, yield it, and copy its results back after the with-block. Each run begins at
+    a multiple of `block_numel`; gaps are zero. `per_block`: the state arrays with one element per block."""
     first = runs[0]
     if len(runs) == 1:
         yield first

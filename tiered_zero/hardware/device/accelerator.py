@@ -1,22 +1,21 @@
 """Define the interface of a device: lanes that run jobs during compute, and memory for units. Implement it for the CPU.
 
 [Note: Lanes] A lane is a worker thread with its own device stream: `fetch` carries parameters to the device, `reduce`
-carries gradients to the host. A job is a plain function; it may first wait for a disk transfer (so nvme -> host ->
-device needs no callback on an I/O worker) and then launches copies. Submitting a job returns a transfer; the consumer
-of the bytes waits for this transfer. `after` lists transfers for which a job waits. Their jobs were submitted earlier,
-and a lane runs its jobs in order, so lanes cannot deadlock through `after`. A job that waits inside its own function
-has no such protection.
+carries gradients to the host. A job is a plain function; it may first wait for a disk transfer, and then launches
+copies. Submitting a job returns a transfer; the consumer of the bytes waits for it. `after` lists transfers for which a
+job waits. Their jobs were submitted earlier, and a lane runs its jobs in order, so lanes cannot deadlock through
+`after`. A job that waits inside its own function has no such protection.
 
 The driver thread (or autograd's) is the `compute` lane. `record_compute` returns a transfer for all that compute has
 launched so far, and `wait_on_compute` orders compute's later launches after a transfer. Between streams an event does
 this, without blocking the host; for a disk's transfer, and on the CPU, the host waits.
 
 Both calls raise on a lane's thread, where the current stream is the lane's own. If a lane's job must come after
-compute, the driver calls `record_compute` and passes the result as `after`. `record` returns a transfer for all that
-the calling thread itself has launched.
+compute, the driver calls `record_compute` and passes the result as `after`.
 
-Compute's thread belongs to the user, who may have set torch modes on it. This package's own work on that thread runs
-without these modes (`runs_outside_modes`)."""
+The user may have set torch modes on compute's thread. This package's own work runs there without these modes
+(`runs_outside_modes`).
+"""
 
 from __future__ import annotations
 
@@ -65,7 +64,7 @@ THIS_THREAD = _ThisThread()
 
 
 def on_lane_error(call: str) -> InternalError:
-    """Return the error to raise if `call` is made on a lane's thread. Only the thread of compute may make this call."""
+    """Return the error to raise if `call`, which only compute's thread may make, is made on a lane's thread."""
     return InternalError(
         f"{call} was called on {threading.current_thread().name}, whose current stream is not compute's. This is "
         "an error in tiered_zero, not in the model: please report it with this message."
@@ -83,12 +82,11 @@ class DeviceMarker(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class Failure:
-    """The error of a failed job. Jobs that waited for the failed job fail, too, and their transfers share this object.
-    `collected`: a transfer has raised the error."""
+    """The error of a failed job. Transfers of jobs that waited for the failed job share this object."""
 
     error: BaseException
     traceback: TracebackType | None
-    collected: bool = False
+    collected: bool = False  # a transfer has raised the error
 
 
 _LAUNCHED = threading.Event()
@@ -108,8 +106,7 @@ class LaneTransfer(Transfer):
         launched: threading.Event = _LAUNCHED,
     ) -> None:
         """Make the transfer of a job. `marker`: the device reaches it when the job is complete; None: no device.
-        `failure`: why the job failed; None: it has not. `launched`: an event that is set once marker and failure are
-        known. The default is set already; for a queued job the lane's thread sets it."""
+        `launched`: set once marker and failure are known."""
         self.marker, self.failure = marker, failure
         self._launched = launched
 
@@ -148,17 +145,16 @@ class LaneTransfer(Transfer):
 
 @dataclass(slots=True, kw_only=True)
 class Work:
-    """A job in a lane's queue. The lane launches `job` after the jobs of all transfers in `after`, if none of them
-    failed. `holds`: tensors that stay referenced until `job` is launched."""
+    """A job in a lane's queue."""
 
     job: Job
-    after: Sequence[Transfer]
-    holds: Sequence[torch.Tensor]
+    after: Sequence[Transfer]  # the job is launched after theirs, if none of them failed
+    holds: Sequence[torch.Tensor]  # referenced until the job is launched
 
 
 Launch = Callable[[Work], DeviceMarker | None]
-"""Runs a job on the calling thread, ordered on the device after `work.after`. Returns the marker that the device
-reaches when the job is complete; None without a device. May raise."""
+"""Runs a job on the calling thread, ordered on the device after `work.after`. Returns the marker of the job's end; None
+without a device. May raise."""
 
 
 def run_job(work: Work) -> None:
@@ -182,8 +178,8 @@ class DelayInjector:
 
 
 class Lane:
-    """An ordered queue of jobs, and the thread that launches them. A failed job does not stop later ones. `inline`:
-    while the lane is idle, a job that waits for nothing runs on the submitting thread."""
+    """An ordered queue of jobs, and the thread that launches them. A failed job does not stop later ones. `inline`: an
+    idle lane runs a job that waits for nothing on the submitting thread."""
 
     def __init__(self, name: str, launch: Launch, delays: DelayInjector | None = None, inline: bool = False) -> None:
         self.name = name
@@ -214,22 +210,18 @@ class Lane:
         transfer: LaneTransfer | None = None,
     ) -> LaneTransfer:
         """Queue `job`, which runs on this lane's thread and stream after all earlier jobs and after `after`. Any
-        thread.
+        thread. Return a transfer that is done when the job is complete on the device.
 
-        Return the transfer that is done when the job is complete on the device.
-
-        `holds`: device tensors that the job reads or writes. They stay referenced until the job is launched. Free their
-        memory only after `wait_on_compute(transfer)` or `transfer.wait()`: the allocator knows only compute's stream.
-
-        `waits`: False if the job waits for nothing but `after`. On the CPU such a job runs at once on the calling
-        thread if the lane is idle and `after` is done: the lane's thread would take a core from compute.
-        If the job then raises KeyboardInterrupt, this call raises it.
-
-        `transfer`: a new transfer, of the caller's subclass, to use for the job."""
+        `holds`: device tensors that the job reads or writes. Free their memory only after `wait_on_compute(transfer)`
+        or `transfer.wait()`: the allocator knows only compute's stream. `waits`: False if the job waits for nothing but
+        `after`; on the CPU the calling thread may then run it. `transfer`: a new transfer, of the caller's subclass,
+        for the job.
+        """
         work = Work(job=job, after=[each for each in after if each is not COMPLETED], holds=tuple(holds))
         with self._lock:  # so that nothing is queued after the end mark
             if self._closed:
                 raise RuntimeError(f"lane {self.name} is closed; jobs are submitted before the accelerator is closed")
+            # The lane's thread would take a core from compute.
             runs_now = self._inline and not waits and not self._num_queued and transfer is None
             for earlier in work.after:
                 runs_now = runs_now and earlier.done()
@@ -246,8 +238,7 @@ class Lane:
         return LaneTransfer(marker, failure)
 
     def close(self) -> None:
-        """Finish queued jobs and stop the thread. Log the errors that no wait has raised, except
-        EngineFailedError, whose cause was reported before. Idempotent."""
+        """Finish queued jobs and stop the thread. Log the errors that no wait has raised. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -302,16 +293,14 @@ Timer = Callable[[str, str, str, int], AbstractContextManager[None]]
 
 
 class Accelerator(ABC):
-    """The device that computes. `shares_cores`: compute and the host's own work compete for processors. `pins`: copies
-    to and from host memory are faster, and overlap compute, if that memory is pinned."""
+    """The device that computes."""
 
     device: torch.device
-    shares_cores = False
-    pins = False
+    shares_cores = False  # compute and the host's own work compete for processors
+    pins = False  # copies to and from pinned memory are faster, and overlap compute
 
     def __init__(self, poison: bool) -> None:
-        """Prepare the device; lanes start at their first use. `poison`: debug mode, in which freed memory is
-        overwritten with NaN."""
+        """Prepare the device; lanes start at their first use. `poison`: debug mode: overwrite freed memory with NaN."""
         self._poison = poison
         self._lanes: dict[str, Lane] = {}
         self._lock = threading.Lock()
@@ -330,9 +319,8 @@ class Accelerator(ABC):
             return self._lanes[name]
 
     def check_compute(self) -> None:
-        """Raise ModelError if the calling thread's stream is not compute's (the stream that was current when the engine
-        was made), or if a device graph is being captured. Driver thread, when an engine call or a module's forward
-        begins."""
+        """Raise ModelError if the calling thread's stream is not compute's, or if a device graph is being captured.
+        Driver thread, when an engine call or a module's forward begins."""
         return
 
     @abstractmethod
@@ -342,26 +330,21 @@ class Accelerator(ABC):
 
     @abstractmethod
     def record(self) -> Transfer:
-        """Return a transfer that is done when everything that the calling thread has launched so far on its stream,
-        compute's or its lane's, is complete."""
+        """Return a transfer for everything that the calling thread has launched so far on its stream."""
 
     @abstractmethod
     def wait_on_compute(self, transfer: Transfer) -> None:
-        """Make all work that compute launches from now on wait for `transfer`, and raise the transfer's error. Called
-        on the driver's or autograd's thread; raises InternalError on a lane. Blocks the host only until a lane's job is
-        launched. On the CPU, or for a disk's transfer, it blocks until the transfer is done."""
+        """Make compute's later work wait for `transfer`, and raise its error. Driver's or autograd's thread; raises
+        InternalError on a lane. On the CPU, or for a disk's transfer, blocks until the transfer is done."""
 
     @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor, finish: bool = False) -> None:
         """Launch a copy from `source` to `target` (contiguous, same dtype and size) on the calling lane's stream.
-        Autograd's version counters do not change.
-
-        `finish`: return only when the copy is complete, because the caller reuses the host memory next. On the CPU the
-        thread of a lane copies by itself, without torch's further threads."""
+        Autograd's version counters stay. `finish`: return when the copy is complete, so that the host memory can be
+        reused."""
 
     def timer(self, recorder: Recorder) -> Timer:
-        """Return a function, called like `Recorder.span`, that times a `with` block in a lane's job. Its span begins
-        when the device begins the work that the block launches, and ends when that work is complete."""
+        """Return a function like `Recorder.span` that times on the device what a `with` block in a job launches."""
         return recorder.span
 
     def add_spans(self) -> None:
@@ -384,29 +367,25 @@ class Accelerator(ABC):
         self.poison(flat)
 
     def reserve_place(self, nbytes: int, window_nbytes: int) -> PageRange | None:
-        """Reserve addresses for a flat (the 1-D tensor of a unit) that is fetched and evicted. Return None on a device
-        without such addresses: its allocator then provides the flat's memory. `window_nbytes`: the most bytes that all
-        such flats have on the device at once."""
+        """Reserve addresses for a flat (the 1-D tensor of a unit) that is fetched and evicted. None: the device's
+        allocator provides its memory. `window_nbytes`: the most bytes of all such flats on the device at once."""
         return None
 
     def unit_memory(self) -> AbstractContextManager[None]:
-        """Return a context manager for allocating flats that are fetched and evicted. Inside it, the device's allocator
-        keeps them apart from activations, if it can. Driver or autograd's thread."""
+        """Return a context manager for allocating flats that are fetched and evicted, apart from activations if the
+        device can. Driver or autograd's thread."""
         return nullcontext()
 
     def host_pages(self, flat: torch.Tensor) -> memoryview | None:
-        """Return the memory of `flat` in whole pages if the disk can read into these pages directly; else None. `flat`:
-        the flat of a unit or a shard, on the device."""
+        """Return `flat`, a unit's or a shard's, as whole pages into which the disk can read directly; else None."""
         return None
 
     def alias(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return a second tensor over the memory of `flat`, for threads that may hold it for some time. In memory from
-        `reserve_place` it has a storage of its own, so that it is not found as a view of `flat`."""
+        """Return a second tensor over the memory of `flat`, for threads that may hold it for some time."""
         return flat.data
 
     def poison(self, flat: torch.Tensor, dtype: torch.dtype | None = None) -> None:
-        """In debug mode, overwrite `flat` with NaN, or integers with a byte pattern; without debug mode, do nothing.
-        `dtype`: treat the bytes as this dtype."""
+        """In debug mode, overwrite `flat`, viewed as `dtype` if given, with NaN, or integers with a byte pattern."""
         if not self._poison:
             return
         flat = flat if dtype is None else flat.view(dtype)
@@ -417,8 +396,7 @@ class Accelerator(ABC):
             flat.data.view(torch.uint8).fill_(0xA5)
 
     def pin(self, address: int, nbytes: int) -> bool:
-        """Pin host memory, so that the device copies it directly. Return False if that fails, or if the device needs no
-        pinned memory; the first failure is logged with its reason."""
+        """Pin host memory, so that the device copies it directly. Return False if that fails, or is not needed."""
         return False
 
     def unpin(self, address: int) -> None:
@@ -441,26 +419,21 @@ _LIBC = ctypes.CDLL(None)
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy between contiguous CPU tensors of one dtype and size, without the GIL. Raises ValueError for other tensors,
-    and if the storage of one was emptied.
-
-    A lane's thread copies by itself, because Tensor.copy_ would start an OpenMP team for each lane. Any other thread
-    copies with its OpenMP team."""
+    """Copy between contiguous CPU tensors of one dtype and size, without the GIL. Raises ValueError for others."""
     if target.dtype != source.dtype or target.numel() != source.numel():
         raise ValueError(f"copy_bytes needs equal dtypes and sizes, not {_describe(target)} and {_describe(source)}")
     for tensor in (target, source):
         end = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
         if tensor.device.type != "cpu" or not tensor.is_contiguous() or end > tensor.untyped_storage().nbytes():
             raise ValueError(f"copy_bytes needs contiguous CPU tensors whose bytes are there, not {_describe(tensor)}")
-    if THIS_THREAD.is_lane:
+    if THIS_THREAD.is_lane:  # Tensor.copy_ would start an OpenMP team for each lane
         ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
     else:
         target.data.copy_(source)  # .data: autograd's version counters do not change
 
 
 def advise_huge_pages(memory: torch.Tensor) -> None:
-    """Ask the system for huge pages in `memory` (CPU, any dtype), for the part that fills whole ones. Linux only; does
-    nothing on other systems."""
+    """Ask Linux for huge pages in the part of `memory` (CPU, any dtype) that fills whole ones."""
     start, end = align_up(memory.data_ptr(), HUGE_PAGE_NBYTES), memory.data_ptr() + memory.nbytes
     nbytes = (end - start) // HUGE_PAGE_NBYTES * HUGE_PAGE_NBYTES
     if nbytes > 0 and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -469,8 +442,8 @@ def advise_huge_pages(memory: torch.Tensor) -> None:
 
 @final
 class CpuAccelerator(Accelerator):
-    """The CPU as the device. Compute runs on the calling thread: what it has launched is complete, and a wait blocks
-    the thread. `delay_seed`: seed of random delays before and after each job, which simulate a separate device."""
+    """The CPU as the device. Compute runs on the calling thread, and a wait blocks it. `delay_seed`: seed of random
+    delays before and after each job, which simulate a separate device."""
 
     device = torch.device("cpu")
 
@@ -515,12 +488,11 @@ class CpuAccelerator(Accelerator):
         return memory[start:stop]
 
     def alias(self, flat: torch.Tensor) -> torch.Tensor:
-        pages = self.host_pages(flat)
+        pages = self.host_pages(flat)  # a storage of its own, so that it is not found as a view
         return super().alias(flat) if pages is None else torch.frombuffer(pages, dtype=flat.dtype, count=flat.numel())
 
     def prepare(self, flat: torch.Tensor) -> None:
-        """Ask the system for huge pages for `flat`, unless the flat lies in a reserved place, which has them already.
-        They cut the page faults of a fetch from thousands to a few. In debug mode, `poison` the flat."""
+        """Ask the system for huge pages: they cut the page faults of a fetch from thousands to a few. Then `poison`."""
         if self._page_pool is None:  # the pool's places have huge pages already
             advise_huge_pages(flat)
         if self._poison:
@@ -562,13 +534,11 @@ def _outside_modes() -> Iterator[None]:
 
 
 def runs_outside_modes(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Wrap `function`: it runs without the modes that the user has set on this thread. These are TorchDispatchModes,
-    TorchFunctionModes (such as a default device) and torch.func's transforms. A selective checkpoint, for example,
-    counts every operator in forward and in the recomputation, and must not count copies between tiers. If no mode is
-    set, the check takes 0.2 us."""
+    """Wrap `function` to run without the torch modes and torch.func transforms that the user has set on this thread."""
 
     @wraps(function)
     def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        # A selective checkpoint, for example, must not count copies between tiers. This check takes 0.2 us.
         if not (_len_torch_function_stack() or _len_torch_dispatch_stack() or peek_interpreter_stack()):
             return function(*args, **kwargs)
         with _outside_modes():

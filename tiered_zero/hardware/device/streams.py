@@ -2,12 +2,11 @@
 blocking the host. `CudaAccelerator` adds pinned host memory, and a memory pool for paged units.
 
 [Note: The pool of units] torch's allocator splits its blocks. If units and activations share blocks, activations soon
-take parts of a block that a unit has freed. The next unit then finds no block that is long enough, and the allocator
-reserves more memory than planned. A private pool gives its blocks to units alone: the next unit takes the block that
-another unit has freed, on the same stream. If units have one size, the pool reserves no more than the units that are on
-the device at once. `storage.resize_()` allocates from the pool, too. If an allocation in the pool fails, torch neither
-releases its cache nor retries: the caller of `fill()` does both. If an allocation outside the pool finds no memory, it
-gets the memory that idle units have left in the pool (`use_on_oom`).
+take parts of a block that a unit has freed. The next unit then finds no block that is long enough, and more memory is
+reserved than planned. A private pool gives its blocks to units alone: the next unit takes the block that another unit
+has freed. `storage.resize_()` allocates from the pool, too. If an allocation in the pool fails, torch neither releases
+its cache nor retries: the caller of `fill()` does both. If an allocation outside the pool finds no memory, it gets what
+idle units have left in the pool (`use_on_oom`).
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ from tiered_zero.telemetry.spans import Recorder
 logger = logging.getLogger("tiered_zero")
 
 MAX_PENDING = 1 << 14
-"""The most spans that are kept until the end of a step. An evaluation has no steps: there the oldest spans are
-dropped."""
+"""The most spans that are kept until the end of a step. An evaluation has no steps: it drops the oldest spans."""
 
 HOST_REGISTER_PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every CUDA context of the process."""
@@ -55,7 +53,7 @@ class StreamAccelerator(Accelerator):
 
     def __init__(self, device: torch.device, poison: bool = False) -> None:
         """Find the device, and use its current stream for compute. `device`: without an index, the current device is
-        used. `poison`: debug mode, see `Accelerator.poison`. Raises ConfigError if torch finds no such device."""
+        used. Raises ConfigError if torch finds no such device."""
         found = torch.accelerator.current_accelerator(check_available=True)
         if found is None or found.type != device.type:
             raise ConfigError(
@@ -165,8 +163,7 @@ class StreamAccelerator(Accelerator):
         torch.accelerator.synchronize(self.device)
 
     def close(self) -> None:
-        """End the lanes' threads, then wait until the device has completed their copies, since the copied memory is
-        freed next."""
+        """End the lanes' threads, then wait for the device to complete their copies: their memory is freed next."""
         super().close()
         try:
             torch.accelerator.synchronize(self.device)
@@ -202,9 +199,8 @@ class CudaAccelerator(StreamAccelerator):
         return torch.cuda.current_stream(self.device)
 
     def _new_event(self) -> torch.Event:
-        """Make an event on which a thread waits asleep: its core is free for the update. A thread that waits for a
-        torch.Event spins: torch.Event accepts the argument `blocking` but ignores it (c10::EventFlag 2.13 only has
-        timing)."""
+        """Make an event on which a thread waits asleep: its core is free for the update."""
+        # A thread that waits for a torch.Event spins: it ignores `blocking` (c10::EventFlag 2.13 only has timing).
         return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
     def unit_memory(self) -> AbstractContextManager[None]:
@@ -233,8 +229,7 @@ class CudaAccelerator(StreamAccelerator):
             )
 
     def release_cached_memory(self) -> None:
-        """Release the memory that the allocator caches, and the memory that units have freed, by dropping their pool.
-        Units on the device keep their memory."""
+        """Release what the allocator caches and what units have freed. Units on the device keep their memory."""
         self._unit_pool = None
         super().release_cached_memory()
 
@@ -259,8 +254,7 @@ class CudaAccelerator(StreamAccelerator):
             logger.error("unpinning host memory failed (%s)", torch.cuda.CudaError(code))
 
     def _clear_error(self) -> None:
-        """Clear the error of a failed runtime call: launch a kernel that raises this error, so that no later kernel
-        does."""
+        """Clear the error of a failed runtime call: launch a kernel that raises it, so that no later kernel does."""
         with suppress(RuntimeError):
             torch.zeros(1, device=self.device)
 
@@ -271,9 +265,7 @@ def _runtime() -> Any:
 
 @final
 class EventMarker:
-    """A recorded event for which several threads may wait. Only one of them waits for the device; the others wait for
-    that thread. Once the event was seen complete, no thread asks the device again. A unit's gradients, for example,
-    have two waiting threads: the driver, which limits gradients in flight, and the update's."""
+    """A recorded event for which several threads may wait: one waits for the device, the others for that thread."""
 
     def __init__(self, event: torch.Event) -> None:
         self.event = event
@@ -308,23 +300,22 @@ class _Pending:
 
 @final
 class DeviceClock:
-    """Measures how long the device takes for the work of lanes; the host's clock would only measure the launch. A span
-    is a pair of device events. Their times are counted from a zero event, whose host time is known."""
+    """Measures how long the device takes for the work of lanes. A span is a pair of device events. Their times are
+    counted from a zero event, whose host time is known."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pending: deque[_Pending] = deque(maxlen=MAX_PENDING)
         self._first: _Pending | None = None
-        """The oldest span. It is no longer in `_pending`, from which a lane's append to the full deque drops the oldest
-        item."""
+        """The oldest span. It is not in `_pending`: a lane's append to the full deque drops the oldest there."""
         self._zero: torch.Event | None = None
         """The zero event, which is complete. `_zero_s`: time.perf_counter() at its completion."""
         self._zero_s = 0.0
 
     @contextmanager
     def span(self, recorder: Recorder, lane: str, kind: str, name: str = "", nbytes: int = 0) -> Iterator[None]:
-        """Measure the seconds of the work that the `with` block launches on the current stream. Records nothing if the
-        block raises. On a lane's thread."""
+        """Measure the work that the `with` block launches on the current stream. Records nothing if the block raises.
+        On a lane's thread."""
         start = self._record()
         yield
         end = self._record()
@@ -333,9 +324,7 @@ class DeviceClock:
         )
 
     def add_spans(self) -> None:
-        """Add completed spans to their recorders, in the order of their launch. Spans that are not complete follow at a
-        later call. Each span's end becomes the zero event of the next span: torch returns milliseconds in fp32, which
-        cannot hold microseconds after some minutes."""
+        """Add completed spans to their recorders, in the order of their launch. The others follow at a later call."""
         if self._first is None and not self._pending:
             return
         if self._zero is None:
@@ -350,6 +339,7 @@ class DeviceClock:
             end_s = self._zero_s + self._zero.elapsed_time(span.end) / 1e3
             start_s = end_s - span.start.elapsed_time(span.end) / 1e3
             span.recorder.add(span.lane, span.kind, span.name, start_s, end_s, span.nbytes)
+            # A near zero: torch returns milliseconds in fp32, which cannot hold microseconds after some minutes.
             self._zero, self._zero_s = span.end, end_s
 
     def _record(self) -> torch.Event:

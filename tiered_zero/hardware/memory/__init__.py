@@ -1,2 +1,1 @@
-"""Manage host memory: one block of the planned size, staging buffers that are leased, huge pages for units on the
-CPU."""
+"""Manage host memory: one block of the planned size, leased staging buffers, huge pages for units on the CPU."""

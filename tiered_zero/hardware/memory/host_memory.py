@@ -1,7 +1,6 @@
 """Allocate host memory: one block of exactly the planned size, from which named slots are taken.
 
-A staging pool leases the equal buffers of one slot. If no buffer is free, the caller waits. `HeapTrim` serves blocks
-that are allocated and freed many times in a step: activations that are moved to disk, if the CPU computes.
+A staging pool leases the equal buffers of one slot. `HeapTrim` trims malloc's heap, for activations that move to disk.
 """
 
 from __future__ import annotations
@@ -35,14 +34,13 @@ _MAPPED_NBYTES = 128 * 1024
 @final
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class HostSlot:
-    """A range of whole pages of the arena. `nbytes`: the requested size, rounded up to a page. `tensor`: [nbytes]
-    uint8. `memory`: the bytes of `tensor`, for the I/O engines."""
+    """A range of whole pages of the arena."""
 
     offset: int
-    nbytes: int
+    nbytes: int  # whole pages
     kind: str
-    tensor: torch.Tensor
-    memory: memoryview
+    tensor: torch.Tensor  # [nbytes] uint8
+    memory: memoryview  # of `tensor`, for the I/O engines
     _arena: HostArena
 
     def release(self) -> None:
@@ -51,26 +49,24 @@ class HostSlot:
 
 
 def trim_malloc() -> None:
-    """Return free memory of malloc's heap to the system; glibc only. Takes a few milliseconds. Each unit's initial
-    values are freed before those of the next unit are made. Without trims they leave holes in the heap of up to 32 MiB
-    each, because glibc raises its limit for separate mappings to the largest block freed."""
+    """Return free memory of malloc's heap to the system; glibc only. Takes a few milliseconds."""
+    # Without trims, units' freed initial values leave holes of up to 32 MiB: glibc raises its limit for separate
+    # mappings to the largest block freed.
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)
 
 
 def temporary_zeros(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros on the CPU for temporary use. A large tensor gets a memory mapping of its own, which ends when the
-    tensor is freed. On malloc's heap its memory would often not be used again: small blocks lie between such tensors,
-    and the heap would grow with each of them."""
+    """Return zeros on the CPU for temporary use. A large tensor gets a memory mapping of its own."""
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _MAPPED_NBYTES:
         return torch.zeros(shape, dtype=dtype)
+    # On malloc's heap small blocks would lie between such tensors, and the heap would grow with each of them.
     return torch.frombuffer(map_memory(nbytes), dtype=dtype).view(shape)
 
 
 def typed_view(raw: torch.Tensor, dtype: torch.dtype, numel: int) -> torch.Tensor:
-    """Return a view of the first `numel` elements of `dtype` in `raw`, [n] uint8. Raises BudgetError if `raw` is too
-    short."""
+    """Return the first `numel` elements of `dtype` in `raw`, [n] uint8. Raises BudgetError if `raw` is too short."""
     nbytes = numel * dtype.itemsize
     if nbytes > raw.numel():
         raise BudgetError(f"{numel} elements of {dtype} need {nbytes} bytes; this memory has {raw.numel()}")
@@ -83,11 +79,8 @@ UNPINNED_KINDS = frozenset({"state", "commit", "commit_param", "commit_copy", "b
 
 @final
 class HostArena:
-    """The host memory of a run: one anonymous, page-aligned mapping of the planned size. Any thread.
-
-    With `pin`, slots are pinned one by one: if one cannot be pinned, the others are. Slots of UNPINNED_KINDS, most of
-    the bytes, are never pinned. A slot takes exactly the pages asked for; torch's pinned allocator would round sizes up
-    to powers of two."""
+    """The host memory of a run: one anonymous, page-aligned mapping of the planned size. Any thread. `pin`: slots are
+    pinned, one by one, except those of UNPINNED_KINDS."""
 
     def __init__(self, capacity_nbytes: int, accelerator: Accelerator, pin: bool, ledger: Ledger) -> None:
         self._extents = ExtentMap(max(capacity_nbytes, 1))
@@ -113,9 +106,9 @@ class HostArena:
         return sum(self._pinned.values())
 
     def take(self, nbytes: int, kind: str) -> HostSlot:
-        """Reserve a slot of at least `nbytes`, with undefined content, in the first free range that is long enough.
-        `kind`: the name under which the ledger counts the bytes. Raises BudgetError if there is no such range."""
-        size = align_up(max(nbytes, 1), PAGE_NBYTES)
+        """Reserve a slot of at least `nbytes`, with undefined content. `kind`: the name under which the ledger counts
+        it. Raises BudgetError if no free range is long enough."""
+        size = align_up(max(nbytes, 1), PAGE_NBYTES)  # torch's pinned allocator would take a power of two
         with self._lock:
             offset = self._extents.allocate(size)
             if offset is None:
@@ -133,7 +126,7 @@ class HostArena:
             slot = HostSlot(offset=offset, nbytes=size, kind=kind, tensor=tensor, memory=memory, _arena=self)
             self._taken[offset] = slot
             if self._pin and kind not in UNPINNED_KINDS:
-                touch_pages(tensor.data_ptr(), size, available_cpus(), self._near_cpus)
+                touch_pages(tensor.data_ptr(), size, available_cpus(), self._near_cpus)  # near the GPU
                 if self._accelerator.pin(tensor.data_ptr(), size):
                     self._pinned[offset] = size
         return slot
@@ -152,13 +145,11 @@ class HostArena:
             self._ledger.discharge("host", slot.kind, slot.nbytes)
 
     def poison(self, pages: torch.Tensor) -> None:
-        """In debug mode, overwrite whole pages, [n] uint8, with NaN in fp32. Read as 16-bit floats, every other value
-        is NaN."""
+        """In debug mode, overwrite whole pages, [n] uint8, with NaN in fp32."""
         self._accelerator.poison(pages, torch.float32)
 
     def close(self) -> None:
-        """Unpin the memory. Idempotent. Tensors and memoryviews of the arena stay valid, but are no longer pinned; the
-        memory is freed with the last of them."""
+        """Unpin the memory. Idempotent. Views of the arena stay valid; the last one frees the memory."""
         with self._lock:
             self._closed = True
             for slot in self._taken.values():
@@ -178,11 +169,10 @@ _SLICE_S = 1.0
 
 @final
 class Lease:
-    """Ownership of one staging buffer, until `release()` (any thread; a later call does nothing) or the end of a
-    `with` block.
+    """Ownership of one staging buffer, until `release()` (any thread; idempotent) or the end of a `with` block.
 
-    `tensor`: [n] uint8 in host memory; n is the requested size, rounded up to a page. `memory`: the bytes of `tensor`,
-    for the I/O engines. After the release both are empty, so that a late use fails.
+    `tensor`: [n] uint8; n is the requested size, rounded up to a page. `memory`: the bytes of `tensor`, for the I/O
+    engines. Both are empty after the release.
     """
 
     def __init__(self, pool: StagingPool, index: int, holder: str, tensor: torch.Tensor, memory: memoryview) -> None:
@@ -194,8 +184,7 @@ class Lease:
         self.memory = memory
 
     def view(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
-        """Return the first `numel` elements of the buffer as a 1-D tensor of `dtype`. Raises BudgetError if the buffer
-        is too short."""
+        """Return the first `numel` elements of the buffer as `dtype`. Raises BudgetError if the buffer is too short."""
         return typed_view(self.tensor, dtype, numel)
 
     def release(self) -> None:
@@ -245,8 +234,8 @@ class StagingPool:
             return self._lease(nbytes, holder)
 
     def lease(self, nbytes: int, holder: str = "", lane: str = "compute") -> Lease:
-        """Lease a buffer, waiting until one is free; the wait is recorded as `wait_lease` on `lane`. `holder`: a name
-        for the table of holders. Raises BudgetError if `nbytes` is more than a buffer, or after the timeout."""
+        """Lease a buffer; wait until one is free, and record the wait on `lane`. `holder`: a name for the table of
+        holders. Raises BudgetError if `nbytes` is more than a buffer, or after the timeout."""
         with self._changed:
             if (lease := self._lease(nbytes, holder)) is not None:
                 return lease
@@ -259,15 +248,14 @@ class StagingPool:
             return lease
 
     def _wait_free(self) -> bool:
-        """Wait until a buffer is free or the pool is closed, at most `timeout_s`. Return False after this time. Time in
-        which the process was stopped does not count. The caller holds the lock."""
+        """Wait until a buffer is free or the pool closed; return False after `timeout_s`. The caller holds the lock."""
         looked_s = time.monotonic()
         until_s = looked_s + self._timeout_s
         while (left_s := until_s - looked_s) > 0:
             if self._changed.wait_for(lambda: self.num_free or self._closed, min(left_s, _SLICE_S)):
                 return True
             before_s, looked_s = looked_s, time.monotonic()
-            if looked_s - before_s > STOPPED_S:
+            if looked_s - before_s > STOPPED_S:  # the process was stopped
                 until_s += looked_s - before_s
         return bool(self.num_free or self._closed)
 
@@ -283,8 +271,8 @@ class StagingPool:
             lease.release()
 
     def close(self) -> None:
-        """Return the buffers to the arena. Threads that wait for a buffer raise BudgetError. Leases that are still held
-        are logged, because their I/O was not drained. Idempotent."""
+        """Return the buffers to the arena; waiting threads raise BudgetError. Log leases that are still held.
+        Idempotent."""
         with self._changed:
             if self._closed:
                 return
@@ -337,17 +325,16 @@ class StagingPool:
 
 @final
 class HeapTrim:
-    """Trims malloc's heap when its holes have grown: bytes that are free but still resident, left by blocks that were
-    moved to the disk. Does nothing without mallinfo2 (glibc 2.33). One thread.
+    """Trims malloc's heap when its holes have grown: bytes that are free but still resident. Does nothing without
+    mallinfo2 (glibc 2.33). One thread.
 
-    Small blocks that live long end up between large ones in the heap, and the holes then fit no large block. Measured
-    with GPT-2 30M and a plan of 769 MiB: after a step 752 MiB were resident with trims, and 950 to 1,003 MiB without,
-    where a step took a tenth less CPU time. A mapping per large block (M_MMAP_THRESHOLD) leaves no holes, but a step
-    took a third more CPU time, all of it to clear pages."""
+    With GPT-2 30M 752 MiB were resident after a step with trims, and 950 to 1,003 MiB without. A mapping per large
+    block (M_MMAP_THRESHOLD) leaves no holes, but a step took a third more CPU time.
+    """
 
     def __init__(self, nbytes: int) -> None:
-        """Measure the holes that exist now, because plain PyTorch leaves holes, too. `nbytes`: measure again after
-        blocks of so many bytes were moved, and trim if the holes have grown by more than that."""
+        """Measure the present holes. `nbytes`: measure again after so many moved bytes, and trim if the holes have
+        grown by more."""
         self._nbytes = nbytes
         self._moved_nbytes = 0
         self._info = getattr(ctypes.CDLL(None), "mallinfo2", None)
@@ -356,8 +343,7 @@ class HeapTrim:
             self._least_nbytes = self._unused_nbytes()
 
     def add(self, nbytes: int) -> None:
-        """Count a moved block of `nbytes`. After enough moved bytes, measure the holes, and trim the heap if they have
-        grown too much."""
+        """Count a moved block of `nbytes`. Trim the heap if its holes have grown too much."""
         self._moved_nbytes += nbytes
         if self._info is None or self._moved_nbytes < self._nbytes:
             return
@@ -369,8 +355,7 @@ class HeapTrim:
         self._least_nbytes = min(found, self._least_nbytes)
 
     def _unused_nbytes(self) -> int:
-        """Return the resident bytes of the process minus malloc's blocks in use: holes, and memory that is not
-        malloc's."""
+        """Return the resident bytes outside of malloc's blocks in use: holes, and memory that is not malloc's."""
         info = self._info()  # type: ignore[misc]
         num_pages = int(Path("/proc/self/statm").read_bytes().split()[1])
         return num_pages * mmap.PAGESIZE - int(info.uordblks) - int(info.hblkhd)

@@ -1,15 +1,12 @@
 """Give huge pages to paged units, and store them between uses, if the CPU is the device.
 
-A unit has fixed addresses. When the unit is fetched, huge pages of the store are mapped there; when it is evicted, they
-go back to the store. mremap(2) moves an entry of the page table, not bytes. Memory is never fragmented, and begins at a
-page, so that the disk can write to it directly. malloc would return a large block to the system when it is freed, and
-the system would clear it page by page at the next use: on the virtual machine where this was measured, that took
-several times as long as reading the unit. With parameters of GPT-2 124M on NVMe, 1,160 MiB were resident after a step,
-and 1,270 MiB with malloc (at most in a step: 1,395 and 1,618 MiB), in the same CPU time. Without the store, a step took
-2 to 11% more CPU time, in the median 2%.
+A unit has fixed addresses. A fetch maps huge pages of the store there, and an evict returns them: mremap(2) moves an
+entry of the page table, not bytes. malloc would return a large block to the system, which clears it page by page at the
+next use. This took several times as long as reading the unit.
 
-The addresses of an evicted unit show NaN (all bits set, -1 as integers). Code that reads a tensor past every guard (at
-a constant address in C++, as `torch.jit.save` does) sees NaN instead of zeros that look like weights."""
+The addresses of an evicted unit show NaN (all bits set, -1 as integers). Code that reads a tensor past every guard, as
+`torch.jit.save` does, sees NaN instead of zeros that look like weights.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +29,8 @@ _MAX_STORED = 4096
 
 @final
 class HugePagePool:
-    """Maps huge pages at the addresses of units, and stores the pages that no unit uses. Driver thread.
-
-    `nbytes`: the limit of mapped and stored pages together; stored pages beyond it are freed. Raises OSError if the
-    system cannot move pages (not Linux, or before 5.7)."""
+    """Maps huge pages at units' addresses, and stores the pages that no unit uses. Driver thread. `nbytes`: the limit
+    of mapped and stored pages together. Raises OSError if the system cannot move pages (no Linux, or before 5.7)."""
 
     def __init__(self, nbytes: int) -> None:
         self._libc = _bind()
@@ -61,9 +56,8 @@ class HugePagePool:
         self._store.close()
 
     def map(self, address: int, nbytes: int) -> None:
-        """Map `nbytes` of memory at `address`: first huge pages of the store, then pages that the system provides when
-        they are touched. Then free stored pages beyond the pool's limit. `nbytes`: a multiple of the page size, here
-        and in the following methods."""
+        """Map `nbytes`, whole pages, of memory at `address`: first huge pages of the store, then pages of the system.
+        Then free stored pages beyond the limit."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
         if self._libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == _FAILED:
             raise OSError(ctypes.get_errno(), "mmap of memory for units")
@@ -79,8 +73,7 @@ class HugePagePool:
             self._vacant.append(self._stored.pop())
 
     def unmap(self, address: int, nbytes: int, keep: bool) -> None:
-        """Unmap the memory at `address`. Its huge pages go to the store while the store has room; other pages are
-        freed. `keep`: False frees all pages."""
+        """Unmap the memory at `address`. `keep`: the store takes its huge pages if it has room; False: none."""
         with suppress(OSError):  # the rest is freed
             for index in range(min(nbytes // HUGE_PAGE_NBYTES, len(self._vacant)) if keep else 0):
                 self._move(address + index * HUGE_PAGE_NBYTES, self._vacant[-1])
@@ -105,11 +98,8 @@ class HugePagePool:
 
 @final
 class PageRange:
-    """The fixed addresses of a unit, without memory at first. `tensor`: [nbytes] uint8 at these addresses. `alias`:
-    another tensor of the same bytes, with a storage of its own. `memory`: the bytes as whole pages.
-
-    Reads see NaN before `fill` and after `empty`. After `fill` the content is undefined until it is written. The
-    addresses are freed with the last view of them."""
+    """The fixed addresses of a unit. Reads see NaN before `fill` and after `empty`. `fill` leaves the content
+    undefined. The last view of the addresses frees them."""
 
     def __init__(self, pool: HugePagePool, nbytes: int) -> None:
         self._pool = pool
@@ -117,8 +107,8 @@ class PageRange:
         mapping = map_memory(align_up(self._nbytes, HUGE_PAGE_NBYTES) + HUGE_PAGE_NBYTES, flags=_MAP_NORESERVE)
         start = -_address(mapping) % HUGE_PAGE_NBYTES
         self._address_of_first = _address(mapping) + start
-        self.memory = memoryview(mapping)[start : start + self._nbytes]
-        self.tensor, self.alias = (
+        self.memory = memoryview(mapping)[start : start + self._nbytes]  # whole pages
+        self.tensor, self.alias = (  # [nbytes], each with a storage of its own
             torch.frombuffer(mapping, dtype=torch.uint8, offset=start, count=nbytes) for _ in range(2)
         )
         pool.show_nans(self._address_of_first, self._nbytes)
@@ -127,8 +117,7 @@ class PageRange:
         self._pool.map(self._address_of_first, self._nbytes)
 
     def empty(self, keep: bool = True) -> None:
-        """Unmap the memory. `keep`: True: store the pages for the next units. False: free the pages, because something
-        may still write to them."""
+        """Unmap the memory. `keep`: False: free the pages, because something may still write to them."""
         self._pool.unmap(self._address_of_first, self._nbytes, keep)
 
 

@@ -44,8 +44,7 @@ class Collectives(Protocol):
     world_size: int
     traffic: RankTraffic
     recorder: Recorder
-    """The run's recorder of timed spans. A gather or reduction adds a span with this rank's bytes; a wait of the driver
-    adds a span `wait_ranks`."""
+    """Gets a span with this rank's bytes for each gather and reduction, and `wait_ranks` for a wait of the driver."""
 
     def all_gather(
         self,
@@ -57,13 +56,13 @@ class Collectives(Protocol):
         order: str | None = ...,
         bounds: Sequence[int] | None = ...,
     ) -> Transfer:
-        """Start to fill `flat` [W * n] with every rank's `shard` [n], in rank order, for W ranks. `shard` may be this
-        rank's part of `flat`.
+        """Start to fill `flat` [W * n] with every rank's `shard` [n], in rank order. `shard` may be this rank's part of
+        `flat`. Leave both alone until the transfer is done. `after`: transfers that fill `shard`; an error of one
+        becomes the error of the returned transfer.
 
-        The caller leaves both alone until the transfer is done. `after`: transfers that fill `shard`; an error of one
-        becomes the error of the returned transfer. `order`: a name of what is gathered; if the names of ranks differ,
-        all raise RankError with every name. None: names are not compared, so all ranks must gather in one order.
-        `bounds`: W + 1 offsets in `flat`, of shards of any sizes; None: all shards have one size."""
+        `order`: a name of what is gathered. If the ranks' names differ, all raise RankError; None: they are not
+        compared. `bounds`: W + 1 offsets in `flat`, of shards of any sizes; None: all shards have one size.
+        """
 
     def reduce_scatter(
         self,
@@ -74,31 +73,30 @@ class Collectives(Protocol):
         after: Sequence[Transfer] = ...,
         bounds: Sequence[int] | None = ...,
     ) -> Transfer:
-        """Start to sum the buckets of all ranks, one part on each of W ranks. `bucket`, [W * n], has W parts: on rank
-        r, part number r becomes the sum of this part over all ranks. The other parts become undefined.
+        """Start to sum the buckets of all W ranks, one part on each. On rank r, part number r of `bucket` [W * n]
+        becomes its sum over all ranks, added in rank order. The other parts become undefined.
 
-        Parts are added in rank order: the sum of an element depends only on its values. `room`: 1-D memory to receive
-        the parts of other ranks. It has at least W - 1 elements; with (W - 1) n all parts are received in one round.
-        The caller leaves `bucket` and `room` alone until the transfer is done. `after`: transfers for which this waits.
-        `bounds`: as in `all_gather`."""
+        `room`: 1-D memory to receive parts: at least W - 1 elements, at best (W - 1) n. Leave `bucket` and `room` alone
+        until the transfer is done. `after`: transfers that come first. `bounds`: as in `all_gather`.
+        """
 
     def broadcast(self, tensor: torch.Tensor, source: int = ..., what: str = ...) -> None:
         """Fill `tensor` with rank `source`'s tensor. Blocks."""
 
     def exchange(self, data: bytes, what: str = ..., *, kind: str = ...) -> list[bytes]:
-        """Return every rank's `data`, of any length, in rank order. Blocks. `kind`: must be equal on all ranks, else
-        every rank raises RankError; "": `what` is the kind."""
+        """Return every rank's `data`, of any length, in rank order. Blocks. `kind`: every rank raises RankError if the
+        ranks' kinds differ; "": `what` is the kind."""
 
     def fail(self, message: str) -> None:
         """End the run on every rank: the others raise RankError with `message`. Idempotent; raises nothing."""
 
     def open(self) -> None:
-        """Connect to the other ranks. Once, before any other call, on every rank at the same time. If it raises,
-        `close` ends what it has begun. Raises ModelError and RankError."""
+        """Connect to the other ranks, before any other call, on every rank at the same time. Call `close` even if it
+        raises. Raises ModelError and RankError."""
 
     def connect_device(self, accelerator: Accelerator) -> None:
-        """Allow gathers and reductions of tensors on the device of `accelerator`; does nothing for the CPU. Once, after
-        `open`, on every rank at the same time. Raises ConfigError and RankError."""
+        """Allow gathers and reductions of tensors on the device of `accelerator`. Once, after `open`, on every rank at
+        the same time. Raises ConfigError and RankError."""
 
     def close(self) -> None:
         """End the groups and threads that this object has made. Idempotent."""
@@ -107,13 +105,11 @@ class Collectives(Protocol):
 def make_collectives(
     timeout_s: float, dist_init_required: bool | None = None, gather_numel: int = 1 << 62
 ) -> Collectives:
-    """Make the collectives of a run: `SingleRank` for one rank, else `ProcessGroups`. The caller opens them, and closes
-    them if opening fails. Every rank calls this function at the same time.
+    """Make the collectives of a run, on every rank at the same time. The caller opens and closes them.
 
-    `timeout_s`: seconds after which a rank that does not answer is an error. `dist_init_required`: False: never
-    initialize torch.distributed, so a run of several ranks raises ModelError if the program has not done it; None or
-    True: initialize it if that was not done. `gather_numel`: the most elements that a gather moves at once. Raises
-    ModelError and RankError."""
+    `timeout_s`: a rank that does not answer in this time is an error. `dist_init_required`: False: never initialize
+    torch.distributed. `gather_numel`: the most elements that a gather moves at once. Raises ModelError and RankError.
+    """
     if get_world_size() == 1:
         return SingleRank(dist_init_required)
     ensure_many(timeout_s, dist_init_required)
@@ -121,9 +117,8 @@ def make_collectives(
 
 
 def ensure_many(timeout_s: float, dist_init_required: bool | None = None) -> None:
-    """Initialize torch.distributed from the launcher's environment if it is not initialized. The process group stays
-    until the process ends: another engine may follow, and the launcher's store accepts no second group. `timeout_s`,
-    `dist_init_required`: as in `make_collectives`. Raises ModelError and RankError."""
+    """Initialize torch.distributed from the launcher's environment if it is not initialized. Arguments: as in
+    `make_collectives`. Raises ModelError and RankError."""
     if is_initialized():
         return
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -141,7 +136,7 @@ def ensure_many(timeout_s: float, dist_init_required: bool | None = None) -> Non
             f"found {rank!r}. torchrun sets both."
         )
     try:
-        _meet(timeout_s)
+        _meet(timeout_s)  # for good: the launcher's store accepts no second group
     except (RuntimeError, ValueError, OSError) as error:
         raise RankError(
             f"rank {rank}: the process group of {world_size} ranks cannot be made at {os.environ['MASTER_ADDR']}:"
@@ -169,10 +164,8 @@ def _meet(timeout_s: float) -> None:
 
 
 def _restarted_store(timeout: timedelta) -> dict[str, Any]:
-    """Return further arguments for `init_process_group` after a restart: a store with a prefix of its own, in which
-    ranks do not find the addresses of the ended ranks. Return no arguments without a restart, and on several hosts,
-    because their torchrun agents may count restarts differently."""
-    if not num_restarts() or not is_one_host():
+    """Return arguments for `init_process_group` after a restart: a store without the addresses of the ended ranks."""
+    if not num_restarts() or not is_one_host():  # hosts may count restarts differently
         return {}
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
     prefixed = dist.distributed_c10d.PrefixStore(f"restart {num_restarts()}", store)
@@ -180,8 +173,8 @@ def _restarted_store(timeout: timedelta) -> dict[str, Any]:
 
 
 def open_default_group(timeout_s: float = 1800.0, dist_init_required: bool | None = None) -> None:
-    """Initialize torch.distributed if it is not initialized: with the launcher's ranks, or, without a launcher, with
-    one rank. `timeout_s`, `dist_init_required`: as in `make_collectives`. Raises ModelError and RankError."""
+    """Initialize torch.distributed if it is not initialized: with the launcher's ranks, or with one rank if there is no
+    launcher. Arguments: as in `make_collectives`. Raises ModelError and RankError."""
     if get_world_size() > 1:
         ensure_many(timeout_s, dist_init_required)
     else:
@@ -203,9 +196,8 @@ class SingleRank:
         self._owns_group = False
 
     def open(self) -> None:
-        """Create a private one-rank group if there is none, so that scripts can ask torch.distributed for a rank. The
-        group opens no connection: its store is in memory, its interface the loopback. An existing group is kept. Raises
-        ModelError if more than one rank runs."""
+        """Create a private one-rank group if there is none, so that scripts can ask torch.distributed for a rank.
+        Raises ModelError if more than one rank runs."""
         self._check_world_size("the launcher's WORLD_SIZE", launched_world_size())
         if not dist.is_available():
             return
@@ -284,8 +276,7 @@ class SingleRank:
 
 @functools.cache
 def _keep_group_in_children() -> None:
-    """Let forked children keep the default group alive. The destructor of a group joins gloo's threads, which a child
-    does not have. The first call in a process acts, later ones do nothing."""
+    """Let forked children keep the default group: its destructor joins gloo's threads, and a child has none."""
 
     def keep() -> None:
         if dist.is_initialized():
@@ -305,16 +296,13 @@ def agree(
     encode: Callable[[Result], Any] = lambda result: result,
     decode: Callable[[Any], Result] = lambda value: value,
 ) -> list[Result]:
-    """Run `act` on every rank, and return all ranks' results in rank order. Driver thread, on all ranks at the same
-    time; blocks until the slowest rank has ended. With one rank it returns `[act()]`.
+    """Run `act` on every rank at the same time, and return the ranks' results in rank order. Driver thread; blocks.
 
-    If `act` raises on one rank, that rank raises its error. Each other rank raises an error of the same class, whose
-    text names the failed rank. So all ranks fail together, and the run can go on. An `act` that makes collectives and
-    fails between them must call `ranks.fail`, because the other ranks wait in a collective.
-
-    `call`: names the act in errors. `encode`, `decode`: convert a result to JSON and back. Raises RankError if the
-    ranks cannot compare their results, because another rank makes a different `call`, has called `ranks.fail`, or does
-    not answer. If `act` also raised on this rank, its error is the `__cause__` of the RankError."""
+    If `act` raises on one rank, every rank raises an error of its class, and the run can go on. An `act` that fails
+    between collectives must call `ranks.fail`, because the other ranks wait in a collective. `call`: names the act in
+    errors. `encode`, `decode`: convert a result to JSON and back. Raises RankError if another rank makes a different
+    `call`, has failed, or does not answer.
+    """
     if ranks.world_size == 1:
         return [act()]
     failure: Exception | None = None

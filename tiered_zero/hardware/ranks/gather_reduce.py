@@ -1,7 +1,6 @@
 """Gather and reduce host memory over gloo, and memory on a device with the backend that torch has for it.
 
-The functions for host memory run on a lane (a worker thread) of `ProcessGroups`. Host and device use the same functions
-to split a flat by rank, to add in rank order, and to compare what ranks gather.
+The functions for host memory run on a lane (a worker thread) of `ProcessGroups`.
 """
 
 from __future__ import annotations
@@ -29,13 +28,12 @@ LANE = "collectives"
 """The lane that carries a device's gathers and reductions."""
 
 ORDER_NBYTES = 256
-"""The size of the messages in which ranks compare what they gather: a digest of the text, and as much of the text as
-fits. Names of calls are sent in messages of the same size."""
+"""The size of the messages in which ranks compare what they gather: a digest, and as much of the text as fits."""
 
 
 def split_rows(flat: torch.Tensor, bounds: Sequence[int] | None, world_size: int) -> list[torch.Tensor]:
-    """Return a view of each rank's part of `flat`. `bounds`: W + 1 offsets of the parts, for W ranks; None: all parts
-    have one size. Every rank must pass the same sizes: gloo ends the process otherwise."""
+    """Return a view of each rank's part of `flat`. `bounds`: W + 1 offsets of the parts; None: all parts have one size.
+    Every rank must pass the same sizes: gloo ends the process otherwise."""
     ends = range(0, flat.numel() + 1, flat.numel() // world_size or 1) if bounds is None else bounds
     rows = [flat[start:stop] for start, stop in pairwise(ends)]
     assert len(rows) == world_size and ends[-1] == flat.numel(), "bounds cover the whole"
@@ -70,15 +68,15 @@ def compare_order(order: str, group: Any, world_size: int) -> None:
 
 
 def gather(rows: Sequence[torch.Tensor], shard: torch.Tensor, rank: int, part_numel: int, group: Any) -> None:
-    """Fill `rows`, one view for each rank, with the ranks' shards; one message has at most `part_numel` elements.
-    `shard`: this rank's shard; it may be `rows[rank]` itself.
+    """Fill `rows`, one view for each rank, with the ranks' shards, at most `part_numel` elements in a message. `shard`:
+    this rank's; it may be `rows[rank]` itself.
 
     [Note: Collectives by owner] A gather is a broadcast of each rank's shard. A reduction sends each part to the rank
     that owns it, which adds what it receives in rank order. All messages of a call are under way at once. Parts may
-    differ in size, move without copies, and need as many bytes as a ring. gloo's all_gather and reduce_scatter first
-    copy everything: for 64 MiB at 4 ranks on one host the gather took 235 ms and 64 MiB of memory, the broadcasts 58 ms
-    and no memory. gloo's reduce adds in an order that depends on an element's place in the tensor. It took 2 to 8 times
-    the processor time for 1 MiB at 2 to 4 ranks, and 1.1 to 2 times for 16 MiB."""
+    differ in size, and move without copies. gloo's all_gather and reduce_scatter first copy everything: for 64 MiB at 4
+    ranks on one host the gather took 235 ms, the broadcasts 58 ms. gloo's reduce adds in an order that depends on an
+    element's place in the tensor.
+    """
     if rows[rank].data_ptr() != shard.data_ptr():
         rows[rank].copy_(shard)
     for start in range(0, max(row.numel() for row in rows), part_numel):
@@ -117,8 +115,7 @@ def _wait_each(started: Iterable[Any]) -> None:
 def _exchange_parts(
     parts: Sequence[torch.Tensor], received: Sequence[torch.Tensor], rank: int, group: Any
 ) -> Iterator[Any]:
-    """Start to send `parts[r]` to each other rank r, and to receive in `received[r]` what rank r sends to this rank.
-    Yield the works of torch.distributed."""
+    """Start to send `parts[r]` to each other rank r, and to receive `received[r]` from it. Yield the started works."""
     for other, part in enumerate(received):
         if other != rank and part.numel():
             yield dist.irecv(part, group_src=other, group=group)
@@ -131,19 +128,17 @@ def _exchange_parts(
 class DeviceCollectives:
     """Gathers and reduces tensors on a device, for `ProcessGroups`. Driver thread, except the lanes inside.
 
-    [Note: Collectives of a device] Gathers and reductions share one process group and one lane. The lane's stream waits
-    for the events of earlier work, and later work waits for events of that stream: the host launches, and waits for no
-    device. All ranks make their calls in one order. A second group would need one order, too, because the kernels of
-    both groups wait in one device's queues. A gather moves bytes. A reduction exchanges parts, and each rank sums them
-    in rank order, as on the host ([Note: Collectives by owner]); the backend's own reduction adds in an order that
-    depends on the number of ranks and bytes.
+    [Note: Collectives of a device] Gathers and reductions share one process group and one lane, and all ranks make
+    their calls in one order. (A second group would need this order, too: kernels of both wait in one device's queues.)
+    The lane's stream waits for the events of earlier work, and later work waits for events of that stream: the host
+    waits for no device. A reduction exchanges parts, and each rank sums them in rank order, as on the host ([Note:
+    Collectives by owner]). The backend's own reduction adds in an order that depends on the number of ranks and bytes.
 
     [Note: Comparisons before gathers] At stage 3 ranks compare what they gather, over the host's backend, before each
     launch. Without this, gathers of different units would mix their bytes if the units have one size, and hang if they
-    have two. A comparison took 0.26 ms (2 ranks of one host). It has its own lane, begins when the gather is asked for,
-    during the fetch of the shard, and ends before compute needs the unit. Modelled with two ranks and other load, a
-    step of 7B (65 gathers, 2.1 s of compute) took 2.16 to 2.18 s with comparisons, once 2.35 s, and 2.16 to 2.20 s
-    without. So every gather is compared, also if the order repeats that of the last step."""
+    have two. A comparison takes 0.26 ms (2 ranks of one host). It has its own lane, and runs during the fetch of the
+    shard. A modelled step of 7B takes 2.2 s with comparisons and without.
+    """
 
     def __init__(self, accelerator: Accelerator, failures: RankFailures, rank: int, world_size: int, timeout_s: float):
         self._accelerator = accelerator
@@ -153,11 +148,11 @@ class DeviceCollectives:
         self._timeout_s = timeout_s
         self._group: Any = None
         self.last: Transfer | None = None
-        """The last collective, after which the next one is launched. See [Note: Gathers that meet]."""
+        """The last collective; the next one is launched after it. See [Note: Gathers that meet]."""
 
     def open(self, call: Callable[[str, str], CollectiveCall]) -> None:
-        """Connect the devices of all ranks, and try a gather and a reduction. `call(group, kind)`: counts a collective,
-        and returns its CollectiveCall. Raises ConfigError and RankError."""
+        """Connect the devices of all ranks, and try a gather and a reduction. `call(group, kind)`: counts a collective.
+        Raises ConfigError and RankError."""
         device = self._accelerator.device
         backend = device_backend(device)
         try:
@@ -171,8 +166,7 @@ class DeviceCollectives:
             ) from error
 
     def _try(self, call: Callable[[str, str], CollectiveCall]) -> None:
-        """Run one gather and one reduction. Many backends connect at the first collective: a failure to connect is then
-        raised here, and not in the first step."""
+        """Run a gather and a reduction: many backends connect only then, and a failure should be raised here."""
         ranks = torch.arange(self._world_size, device=self._accelerator.device)
         rows, others = split_rows(ranks, None, self._world_size), torch.empty_like(ranks)[1:]
         own, after = rows[self._rank], [self._accelerator.record_compute()]
@@ -190,8 +184,8 @@ class DeviceCollectives:
         call: CollectiveCall,
         after: Sequence[Transfer],
     ) -> Transfer:
-        """Start to fill `rows`, one view of `flat` for each rank, with the ranks' shards. `shard`: this rank's shard.
-        `what`, `call`: name and number of the collective, for errors. `after`: transfers that come first."""
+        """Start to fill `rows`, one view of `flat` for each rank, with the ranks' shards. `what`, `call`: name and
+        number of the collective, for errors. `after`: transfers that come first."""
         group, own = self._group, rows[self._rank]
 
         def gather() -> None:
@@ -217,9 +211,8 @@ class DeviceCollectives:
         call: CollectiveCall,
         after: Sequence[Transfer],
     ) -> Transfer:
-        """Start to add up this rank's row of `bucket` over all ranks, in rank order. The sum replaces this rank's own
-        row. `rows`: one view of `bucket` for each rank. `room`: memory to receive the other ranks' copies of the row.
-        `what`, `call`, `after`: as in `all_gather`."""
+        """Start to sum this rank's row of `bucket` over all ranks, in rank order and in place. `rows`: one view of
+        `bucket` for each rank. `room`: for the other ranks' copies of the row. The rest: as in `all_gather`."""
         group, rank = self._group, self._rank
         part_numel = room.numel() // (self._world_size - 1)
 
@@ -260,8 +253,7 @@ class DeviceCollectives:
         return transfer
 
     def abort(self) -> None:
-        """End every collective that hangs in the group, on this rank. No collective begins after this. Any thread;
-        idempotent."""
+        """End every collective that hangs in the group on this rank. None begins after this. Any thread; idempotent."""
         if (group := self._group) is not None:
             try:
                 group.abort()

@@ -1,5 +1,4 @@
-"""Read this process's rank, the number of ranks, the network interface and the backends, from the launcher's
-environment and torch.distributed."""
+"""Read rank, number of ranks, network interface and backends from the launcher's environment and torch.distributed."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ def launched_world_size() -> int:
 
 
 def get_world_size() -> int:
-    """Return the number of ranks of a run in this process: torch.distributed's, else the launcher's WORLD_SIZE, else
-    1."""
+    """Return the number of ranks: torch.distributed's, else the launcher's WORLD_SIZE, else 1."""
     return dist.get_world_size() if is_initialized() else launched_world_size()
 
 
@@ -91,10 +89,10 @@ def num_restarts() -> int:
 
 @contextmanager
 def network_interface() -> Iterator[None]:
-    """Inside the `with` block, make gloo use the network interface by which ranks reach each other: loopback if all
-    ranks are on this host, else the interface that has the route to MASTER_ADDR. By itself gloo uses the host's name,
-    which may not resolve, or resolve to loopback. GLOO_SOCKET_IFNAME stays as it is if the user has set it."""
+    """Inside the `with` block, make gloo use the network interface by which ranks reach each other. If the user has set
+    GLOO_SOCKET_IFNAME, it stays."""
     before = os.environ.get(_INTERFACE_KEY)
+    # By itself gloo uses the host's name, which may not resolve, or resolve to loopback.
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")] if is_one_host() else _routed()
     try:
         if before is None and names:
@@ -119,8 +117,7 @@ def _routed() -> list[str]:
 
 
 def device_backend(device: torch.device) -> str:
-    """Return the backend of torch.distributed for tensors on `device`, an accelerator. Raises ConfigError if this torch
-    has none."""
+    """Return torch.distributed's backend for tensors on `device`, an accelerator. Raises ConfigError if it has none."""
     try:
         backend = dist.get_default_backend_for_device(device)
     except ValueError:

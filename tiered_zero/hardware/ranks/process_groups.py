@@ -34,16 +34,14 @@ from tiered_zero.telemetry.spans import Recorder
 logger = logging.getLogger("tiered_zero")
 
 GROUPS = ("collectives", "control")
-"""Names of the process groups; each has a lane (a worker thread). "collectives": gathers and reductions, in the order
-of their calls, which is the same on every rank. "control": calls for which the driver thread waits; they run
-independently of "collectives"."""
+"""Names of the process groups; each has a lane (a worker thread). "collectives": gathers and reductions. "control":
+calls for which the driver thread waits."""
 
 FREED_S = 5.0
 """Seconds within which collectives under way must end when an engine closes."""
 
 INLINE_NBYTES = 248
-"""The most bytes of data that an `exchange` sends in one collective, of 256 bytes per rank. More data takes a second
-collective."""
+"""The most bytes of data that an `exchange` sends in one collective, of 256 bytes per rank."""
 
 _HEAD = struct.Struct("<II")
 """The header of an exchange's message: the number of bytes of data, and a checksum of the kind of call."""
@@ -60,8 +58,7 @@ class _Phase(Enum):
 
 @final
 class _SharedNotices(logging.Filter):
-    """Drops notices and warnings on every rank but 0, because they are equal on all ranks. Errors are logged on each
-    rank."""
+    """Drops notices and warnings on every rank but 0, because all ranks log the same ones."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -76,12 +73,12 @@ class ProcessGroups:
     """The collectives of a run with several ranks. CPU tensors use this object's own gloo groups, device tensors the
     device's backend. Driver thread, except the lanes inside.
 
-    A rank that fails calls `fail`, which posts a message to the store and closes the rank's groups. Within seconds
-    every other rank raises RankError with this message. A rank that is stopped posts nothing: the timeout finds it."""
+    A rank that fails posts a message and closes its groups. Within seconds every other rank raises RankError with this
+    message. A rank that is stopped posts nothing: the timeout finds it.
+    """
 
     def __init__(self, timeout_s: float, gather_numel: int) -> None:
-        """Read rank and world size from torch.distributed, which must be initialized. `gather_numel`: the most elements
-        that a gather moves at once."""
+        """Read rank and world size from torch.distributed. `gather_numel`: the most elements of a gather at once."""
         self._timeout_s = timeout_s
         self._gather_numel = gather_numel
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -91,8 +88,7 @@ class ProcessGroups:
         self._lanes: dict[str, Lane] = {}
         self._device: DeviceCollectives | None = None
         self._last: dict[str, CollectiveTransfer] = {}
-        """The last collective of each lane. The next gather or reduction waits for it, see [Note: Gathers that
-        meet]."""
+        """The last collective of each lane. The next gather or reduction waits for it: [Note: Gathers that meet]."""
         self._phase = _Phase.NEW
         self._why_closed = "its engine was closed"
         self._notices = _SharedNotices(self.rank)
@@ -138,8 +134,7 @@ class ProcessGroups:
         order: str | None = None,
         bounds: Sequence[int] | None = None,
     ) -> Transfer:
-        """Gather as `Collectives.all_gather` says, at most `gather_numel` elements at once. See [Note: Collectives by
-        owner]."""
+        """Gather as `Collectives.all_gather` says. See [Note: Collectives by owner]."""
         rows = split_rows(flat, bounds, self.world_size)
         assert rows[self.rank].numel() == shard.numel(), "the part is this rank's"
         self.traffic.gathered_nbytes += flat.nbytes
@@ -225,15 +220,14 @@ class ProcessGroups:
         nbytes: int = 0,
         after: Sequence[Transfer] = (),
     ) -> CollectiveTransfer:
-        """Submit a collective to its lane. `job`: carries it out. `what`, `call`: its name and number. `nbytes`: the
-        bytes that this rank passes to the collective, for the recorded span; 0: no span is recorded. `after`: transfers
-        for which the lane waits before the span begins.
+        """Submit a collective to its lane. `nbytes`: this rank's bytes, for the recorded span; 0: no span. `after`:
+        transfers that come before the span.
 
-        [Note: Gathers that meet] The n-th gather of a rank meets the n-th gather of the other ranks, and takes their
-        bytes, whatever they are, because gathers whose order is not compared have no names. So once a gather fails on a
-        rank, for example because its fetch failed, that rank makes no later gather or reduction: it would meet the
-        failed one of the other ranks. This holds on a device, too. The other ranks wait until this rank posts its
-        error."""
+        [Note: Gathers that meet] The n-th gather of a rank takes the bytes of the n-th gather of the other ranks,
+        whatever they are: gathers have no names unless their order is compared. So once a gather fails on a rank, for
+        example because its fetch failed, that rank makes no later gather or reduction: it would meet the failed one of
+        the other ranks. This holds on a device, too. The other ranks wait until this rank posts its error.
+        """
         name, kind = call.group, call.kind
         transfer = CollectiveTransfer(self.failures, call, f"{kind} of {what}")
         timed = self.recorder.span(kind, kind, what, nbytes) if nbytes else nullcontext()
@@ -255,8 +249,7 @@ class ProcessGroups:
         return transfer
 
     def _count(self, name: str, kind: str) -> CollectiveCall:
-        """Count a collective that begins now. Return a `CollectiveCall`: group, number in the group, and kind. `name`:
-        the group. Raises RankError if the groups are closed."""
+        """Count a collective of the group `name` that begins now. Raises RankError if the groups are closed."""
         self._check_open()
         self.failures.num_calls[name] += 1
         return CollectiveCall(group=name, number=self.failures.num_calls[name], kind=kind)
@@ -269,8 +262,7 @@ class ProcessGroups:
     # -- failures ------------------------------------------------------------------------------------------------------
 
     def fail(self, message: str) -> None:
-        """Post `message`, which the other ranks raise, and close the groups. Called on the rank where the first error
-        is raised, and on the ranks that the message reaches."""
+        """Post `message`, which the other ranks raise, and close the groups."""
         if self._phase is not _Phase.OPEN:
             return
         self._phase, self._why_closed = _Phase.FAILED, message
@@ -288,8 +280,8 @@ class ProcessGroups:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close the groups and the lanes. Idempotent. If a collective is under way, wait for other ranks for some
-        seconds at most. If the program ends by an error, the other ranks raise RankError with that error's text."""
+        """Close the groups and the lanes; wait some seconds at most for collectives under way. Idempotent. If the
+        program ends by an error, the other ranks raise RankError with that error's text."""
         if self._phase is _Phase.CLOSED:
             return
         if (uncaught := getattr(sys, "last_value", None)) is not None:
@@ -306,8 +298,7 @@ class ProcessGroups:
         logger.removeFilter(self._notices)
 
     def _ends_in_time(self) -> bool:
-        """Wait at most FREED_S until every collective has ended, by itself or because other ranks have closed their
-        groups. Return whether all have ended."""
+        """Wait at most FREED_S until every collective has ended. Return whether all have ended."""
         under_way: list[Transfer] = [*self._last.values()]
         if self._device is not None and self._device.last is not None:
             under_way.append(self._device.last)
@@ -321,17 +312,15 @@ class ProcessGroups:
         return False
 
     def _close_groups(self) -> None:
-        """Close the groups. Other ranks that are blocked in them are freed at once."""
+        """Close the groups. This frees other ranks that are blocked in them."""
         groups, self._groups = self._groups, {}
         for group in groups.values():
             with suppress(Exception):
                 dist.destroy_process_group(group)
 
     def _close_lanes(self) -> None:
-        """End the threads of lanes. A thread may be blocked in a collective until the other ranks close their groups.
-        Wait for such threads, at most FREED_S: one that returned from C++ while Python ends would crash the process.
-        Leave a thread alone that is still blocked then, because another rank is stopped."""
-        self._ends_in_time()
+        """End the threads of lanes, except one that is still blocked after FREED_S because another rank is stopped."""
+        self._ends_in_time()  # a thread that returned from C++ while Python ends would crash the process
         for name, lane in self._lanes.items():
             if name not in self._last or self._last[name].done():
                 lane.close()
@@ -341,8 +330,7 @@ _num_runs = 0
 
 
 def _next_run(group: Any) -> int:
-    """Return the number of this run, equal on every rank. It separates the keys of this run in the store from those of
-    other runs."""
+    """Return the number of this run, equal on every rank. It separates the run's keys in the store from other runs'."""
     global _num_runs
     number = torch.tensor(_num_runs + 1)
     dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)

@@ -1,5 +1,4 @@
-"""Wait for other ranks. Post this rank's failures and waits in the store of torch.distributed, where the other ranks
-read them."""
+"""Wait for other ranks. Post this rank's failures and waits in torch.distributed's store, and read the others'."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ GRACE_S = 3.0
 sees which rank ended first."""
 
 POLL_S = 0.5
-"""Seconds between two checks of the store, for the message of a failed rank, during a blocked wait."""
+"""Seconds between two looks for a failed rank's message in the store, during a blocked wait."""
 
 _FAILED, _CLOSED, _WAITS = "failed", "closed", "wait"
 """Keys of the store: the first failure; per rank, whether it has closed its engine, and where it waits."""
@@ -33,38 +32,32 @@ _ALL = "all"
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCall:
-    """One collective of this rank in the process group `group`. `number`: its number there, from 1; calls with one
-    number on all ranks meet. `kind`: such as "all_gather"; calls of different kinds cannot complete together."""
+    """One collective of this rank. Calls of one group with the same number on all ranks meet."""
 
-    group: str
-    number: int
-    kind: str
+    group: str  # name of the process group
+    number: int  # in the group, from 1
+    kind: str  # such as "all_gather"; calls of different kinds cannot complete together
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankWaits:
-    """What one rank waits for. `text`: the wait in words; "": the rank does not wait. `call`: the collective in which
-    the rank's driver thread is blocked, or None. `num_calls`: group -> the number of collectives that the rank has
-    made."""
+    """What one rank waits for."""
 
-    text: str = ""
-    call: CollectiveCall | None = None
-    num_calls: Mapping[str, int]
+    text: str = ""  # the wait in words; "": the rank does not wait
+    call: CollectiveCall | None = None  # in which the driver thread is blocked
+    num_calls: Mapping[str, int]  # group -> the number of collectives that the rank has made
 
     def has_made(self, call: CollectiveCall) -> bool:
-        """Return whether this rank, whose driver is blocked, has made its part of `call`, in which another rank is
-        blocked. Return False if this rank is blocked in a collective of another kind in its place."""
+        """Return whether this blocked rank has made its part of `call`, in which another rank is blocked."""
         if self.call is not None and (self.call.group, self.call.number) == (call.group, call.number):
-            return self.call.kind == call.kind
+            return self.call.kind == call.kind  # False: blocked in another kind in its place
         return self.num_calls.get(call.group, 0) >= call.number
 
 
 def find_blocked(waits: Sequence[RankWaits]) -> set[int]:
-    """Return the ranks that wait for each other for ever: each waits in a collective that another of these ranks has
-    not made.
-
-    The result is correct even if ranks have posted their waits at different times. None of these ranks can be the first
-    to end its wait: it needs a call of another of these ranks, which makes this call only after its own wait."""
+    """Return the ranks that wait for each other for ever: each in a collective that another of them has not made."""
+    # Right even if the posts are of different times: none of these ranks can end its wait first, because it needs a
+    # call that another of them makes only after its own wait.
     blocked = {rank for rank, each in enumerate(waits) if each.call is not None}
     while True:
         free = {
@@ -79,26 +72,24 @@ def find_blocked(waits: Sequence[RankWaits]) -> set[int]:
 
 @dataclass(kw_only=True)
 class RankTraffic:
-    """Counts the bytes of whole flats and buckets that this rank has passed to collectives; for W ranks, (W - 1)/W of
-    them move between ranks. `waited_s`: seconds that the driver was blocked for other ranks."""
+    """Counts the bytes of whole flats and buckets that this rank has passed to collectives. (W - 1)/W of them move
+    between W ranks."""
 
     gathered_nbytes: int = 0
     reduced_nbytes: int = 0
-    waited_s: float = 0.0
+    waited_s: float = 0.0  # seconds that the driver was blocked for other ranks
 
 
 @final
 class RankFailures:
     """Posts this rank's failure in a store, and finds the failures of other ranks there. Only the first failure of a
-    run is posted. Any thread.
-
-    The store may end with the rank that holds it: after the store's first error it is not asked for failures again."""
+    run is posted. Any thread."""
 
     def __init__(
         self, store: Any, rank: int, world_size: int, timeout_s: float, traffic: RankTraffic, recorder: Recorder
     ) -> None:
-        """Post that this rank has begun. `store`: a store with this run's keys only. `timeout_s`: the timeout of a
-        collective, for messages. `traffic`, `recorder`: count and record the waits of the driver thread."""
+        """Post that this rank has begun. `store`: has this run's keys only. `timeout_s`: of a collective, for messages.
+        `traffic`, `recorder`: count and record the waits of the driver thread."""
         self._store = store
         self._rank = rank
         self._world_size = world_size
@@ -108,10 +99,9 @@ class RankFailures:
         self._driver_waits = False
         self.num_calls: Counter[str] = Counter()
         """Group -> the number of collectives that this rank has made. Driver thread."""
-        self._is_store_lost = False
+        self._is_store_lost = False  # the store may end with the rank that holds it
         self.found: RankError | None = None
-        """The failure of another rank, or the error that ended a collective on this rank. Every later call raises
-        it."""
+        """The failure of another rank, or the error that ended a collective here. Every later call raises it."""
         with suppress(Exception):
             self.post_wait("", None)
 
@@ -146,9 +136,8 @@ class RankFailures:
             raise self.found
 
     def explain(self, error: BaseException, what: str) -> BaseException:
-        """Return the error to raise for a collective that failed with `error`: the failure that another rank has
-        posted, a timeout, or a lost connection. An error of this package is returned unchanged. `what`: names the
-        collective."""
+        """Return the error to raise for the collective `what`, which failed with `error`: another rank's failure, a
+        timeout, or a lost connection. An error of this package is returned unchanged."""
         if isinstance(error, TieredZeroError):
             return error
         if self.found is None:
@@ -163,9 +152,8 @@ class RankFailures:
         call: CollectiveCall,
     ) -> None:
         """Wait for other ranks until a collective is over. `is_over(seconds)`: waits at most that long, and returns
-        whether the collective is over. `has_failed`: returns whether the collective has failed. While this rank waits,
-        the store says so. After a failure the store keeps this text, so that other ranks can read where this rank has
-        waited. `what`, `call`: name and number of the collective. Raises RankError if another rank has failed."""
+        whether it is over. `has_failed`: returns whether it has failed. `what`, `call`: its name and number. Raises
+        RankError if another rank has failed."""
         start_s, blocks_driver = time.perf_counter(), not THIS_THREAD.is_lane
         if not is_over(POLL_S):
             if blocks_driver:
@@ -176,7 +164,7 @@ class RankFailures:
                     if blocks_driver:
                         self.check_blocked()
             finally:
-                if blocks_driver and not has_failed():
+                if blocks_driver and not has_failed():  # else the post stays, for other ranks to read
                     self.post_wait("", None)
         if blocks_driver:
             end_s = time.perf_counter()
@@ -184,8 +172,8 @@ class RankFailures:
             self.recorder.add("compute", "wait_ranks", what, start_s, end_s)
 
     def post_wait(self, what: str, call: CollectiveCall | None) -> None:
-        """Post that this rank waits for `what`, so that ranks can find a deadlock; "": that it does not wait. `call`:
-        the collective in which the driver thread waits; None: the driver does not wait."""
+        """Post that this rank waits for `what`; "": that it does not wait. `call`: the collective in which the driver
+        waits, or None."""
         if not THIS_THREAD.is_lane:
             self._driver_waits = call is not None
         with suppress(Exception):
@@ -199,11 +187,11 @@ class RankFailures:
             self._store.set(f"{_CLOSED}/{self._rank}", "")
 
     def _find_cause(self, error: BaseException, what: str) -> RankError:
-        """Find why a collective ended. A failed rank posts its message before it closes its groups. A killed rank posts
-        nothing: in that case wait some seconds before the return, so that this rank ends later and the launcher names
-        the killed one."""
+        """Find why a collective ended."""
         if not self._driver_waits:
             self.post_wait(what, None)
+        # A failed rank posts its message before it closes its groups. A killed rank posts nothing: wait, so that this
+        # rank ends later and the launcher names the killed one.
         deadline_s = time.monotonic() + GRACE_S
         with suppress(Exception):
             if self._store.check([_FAILED]):
@@ -232,8 +220,7 @@ class RankFailures:
         return lost
 
     def _agree_on(self, message: str) -> RankError:
-        """Post `message` for every rank if nothing was posted before. Return the error with the posted message, which
-        all ranks raise."""
+        """Post `message` for every rank if nothing was posted before. Return the error with the posted message."""
         try:
             self._store.compare_set(_FAILED, "", f"{_ALL} {message}")
             return self._read_posted()
@@ -266,8 +253,7 @@ class RankFailures:
 
 @final
 class CollectiveTransfer(Completion):
-    """One collective under way on the host, which the lane's thread completes. A wait ends early, with RankError, if
-    another rank has failed."""
+    """One collective under way on the host. A wait ends early, with RankError, if another rank has failed."""
 
     def __init__(self, failures: RankFailures, call: CollectiveCall, what: str) -> None:
         super().__init__()
@@ -283,9 +269,7 @@ class CollectiveTransfer(Completion):
 
 @final
 class DeviceCollective(LaneTransfer):
-    """One collective on a device. Its launch may have to wait for the calls of other ranks; if another rank fails
-    before that, the host's wait for the launch ends with RankError. After the launch, events order later work on the
-    device."""
+    """One collective on a device. A wait for its launch ends with RankError if another rank fails before."""
 
     def __init__(self, failures: RankFailures, call: CollectiveCall, what: str) -> None:
         super().__init__(launched=threading.Event())

@@ -1,5 +1,5 @@
-"""Wrap a user's process group for an optimizer that divides the parameters among the ranks: broadcasts, and values
-sent between two ranks. All calls run on the thread and stream of the training loop."""
+"""Wrap a user's process group for an optimizer that divides the parameters among the ranks. All calls run on the thread
+and stream of the training loop."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ class StepHook(JoinHook):
 
 @final
 class ShardGroup:
-    """Sends tensors and values between the ranks of `process_group`. Without `process_group` these are the ranks of the
-    default group, or this process alone if there is no group. Raises torch's error if a launcher has started several
-    processes, and there is no group."""
+    """Sends tensors and values between the ranks of `process_group`. None: the default group, or this process alone if
+    there is none. Raises torch's error if a launcher has started several processes without a group."""
 
     def __init__(self, process_group: Any = None) -> None:
         self.process_group: Any = process_group
@@ -45,8 +44,7 @@ class ShardGroup:
         self.global_rank = dist.get_rank()
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Any:
-        """Start to fill `tensor` with the tensor of rank `source` of the group. Return a work: its `wait()` blocks
-        until `tensor` is filled."""
+        """Start to fill `tensor` with the tensor of the group's rank `source`. Return a work to wait for."""
         if self.world_size == 1:
             return COMPLETED
         return dist.broadcast(tensor, self._global(source), group=self.process_group, async_op=True)
