@@ -117,9 +117,9 @@ def specify_run(
     collectives: Collectives | None = None,
     rates: Machine | None = None,
 ) -> RunSpec:
-    """Cut the model into units and sub-groups and plan the bytes of a run, on every rank of `collectives`. Reads no
-    parameter's bytes. Without an optimizer the run evaluates. `machine`: None: this one. `rates`: for placement "auto";
-    None: this machine's. Raises ConfigError, ModelError, and RankError if ranks differ."""
+    """Cut the model into units and sub-groups and plan the bytes of a run. Reads no parameter's bytes. Without an
+    optimizer the run evaluates; without `machine` the plan is for this one. `rates`: for placement "auto"; default:
+    this machine's. Every rank calls this. Raises ConfigError, ModelError, and RankError if ranks differ."""
     ranks = collectives or SingleRank()
     _check_delayed(config, ranks.world_size)
     trains = optimizer is not None or config.optimizer is not None

@@ -67,9 +67,10 @@ def configure(
 ) -> None:
     """Set how `checkpoint` runs in this process. Raises ConfigError.
 
-    `deepspeed_config`: a dict, the path of a JSON file, or the config of an engine; other arguments override it.
-    `checkpoint_in_cpu`: keep saved inputs in host memory, unless an engine moves them. `mpu_`: gives the rank for
-    `model_parallel_cuda_manual_seed`. Other arguments have no effect.
+    `deepspeed_config`: a dict, the path of a JSON file, or the config of an engine. `checkpoint_in_cpu`: keep saved
+    inputs in host memory, unless an engine moves them; None: as the config says. `mpu_`: gives the rank for
+    `model_parallel_cuda_manual_seed`. `partition_activations` only logs a warning. The remaining arguments do
+    nothing.
     """
     section, is_partitioned = _read(deepspeed_config)
     partition_activations_in_checkpoint(is_partitioned if partition_activations is None else partition_activations)

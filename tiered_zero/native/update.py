@@ -112,7 +112,7 @@ class UpdateKernel:
     def __init__(
         self, path: Path, level: str | None = None, num_threads: int | None = None, root: MklRoot | None = None
     ) -> None:
-        """`level`: a key of LEVELS; None: from LEVEL_VARIABLE, else the best that runs here. `num_threads`: None:
+        """`level`: a key of LEVELS; default: from LEVEL_VARIABLE, else the best that runs here. `num_threads`: default:
         `available_cpus()`. `root`: MKL's square root, for Flag.TORCH_ROOT. Raises OSError if `path` is no library, and
         ConfigError for another version or a level that does not run here."""
         self.path = path

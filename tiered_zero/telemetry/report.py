@@ -60,34 +60,38 @@ class JsonRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport(JsonRecord):
-    """The report of one optimizer step. See [Note: The facts of a step].
-
-    `start_s`: seconds of placing the model's values; 0 after the first step. `seconds`: by cause. `loss`: mean over the
-    micro-batches, unscaled. `tokens`: of all micro-batches; 0 if the model reads none. `lr`: of the first param group.
-    `grad_norm`: before clipping. `loss`, `lr` and `grad_norm` are None if unknown. `link_nbytes`, `busy_s`: bytes moved
-    and busy seconds by lane. `tier_nbytes`: most bytes by tier in this step; `peak_nbytes`, `kind_nbytes`: since the
-    run began, by tier, and by tier and kind. `activations`: numbers and bytes of activations that were moved, and of
-    those kept on the device for lack of room. `cpu_share`: share of its threads' CPU seconds that the process got; None
-    if an accelerator computes.
-    """
+    """The report of one optimizer step. See [Note: The facts of a step]."""
 
     step: int
     wall_s: float
     start_s: float = 0.0
+    """Seconds of placing the model's values; 0 after the first step."""
     seconds: dict[str, float]
+    """Cause -> seconds."""
     loss: float | None = None
+    """The mean over the micro-batches, unscaled; None if unknown."""
     tokens: int = 0
+    """Tokens of all micro-batches; 0 if the model reads none."""
     lr: float | None = None
+    """The learning rate of the first param group; None if it has none."""
     grad_norm: float | None = None
+    """The norm before clipping; None if it was not computed."""
     loss_scale: float = 1.0
     skipped: bool = False
     link_nbytes: dict[str, int] = field(default_factory=dict)
+    """Lane -> bytes moved."""
     busy_s: dict[str, float] = field(default_factory=dict)
+    """Lane -> busy seconds."""
     tier_nbytes: dict[str, int] = field(default_factory=dict)
+    """Tier -> the most bytes in this step."""
     peak_nbytes: dict[str, int] = field(default_factory=dict)
+    """Tier -> the most bytes since the run began."""
     kind_nbytes: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Tier -> kind -> the most bytes since the run began."""
     activations: dict[str, int] = field(default_factory=dict)
+    """Numbers and bytes of the activations that were moved, and of those for which there was no room."""
     cpu_share: float | None = None
+    """The share of its threads' CPU seconds that the process got; None if an accelerator computes."""
 
     @property
     def bytes_per_s(self) -> dict[str, float]:
@@ -208,11 +212,8 @@ def link_rates(nbytes: Mapping[str, int], busy_s: Mapping[str, float]) -> dict[s
 class RunReport(JsonRecord):
     """The report of a whole run, or of a run up to now.
 
-    `step_s`, `seconds`, `busy_s`, `overlap`, `bound_by` and `cpu_share` describe the typical step: the mean of the
-    steps without the first (if there are others), and without the fastest and the slowest quarter. `planned_nbytes`,
-    `peak_nbytes`: by tier. `link_nbytes`: by lane, in the whole run. `bytes_per_s`: by lane, while it is busy.
-    `end_save_s`: seconds of saves after the last step. `predicted`: of one step: "tokens", "step" (seconds), and busy
-    seconds by lane; empty if unknown.
+    Its typical step is the mean of the steps without the first (if there are others), and without the fastest and the
+    slowest quarter. `step_s`, `seconds`, `busy_s`, `overlap`, `bound_by` and `cpu_share` describe the typical step.
     """
 
     steps: int
@@ -223,18 +224,25 @@ class RunReport(JsonRecord):
     tokens: int
     tokens_per_s: float
     start_s: float = 0.0
+    """Seconds of placing the model's values."""
     step_s: float
     seconds: dict[str, float]
     busy_s: dict[str, float]
     overlap: float
     bound_by: str
     link_nbytes: dict[str, int]
+    """Lane -> bytes in the whole run."""
     bytes_per_s: dict[str, float]
+    """Lane -> its rate while it is busy."""
     planned_nbytes: dict[str, int]
+    """Tier -> bytes."""
     peak_nbytes: dict[str, int]
+    """Tier -> bytes."""
     cpu_share: float | None = None
     end_save_s: float = 0.0
+    """Seconds of saves after the last step."""
     predicted: dict[str, float] = field(default_factory=dict)
+    """The predicted step: "tokens", its seconds "step", and lane -> busy seconds; empty if unknown."""
 
     @property
     def steps_text(self) -> str:
