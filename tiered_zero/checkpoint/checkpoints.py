@@ -1,7 +1,6 @@
 """Save and load one run: the steps behind the engine's `save_checkpoint` and `load_checkpoint`.
 
-A save runs on the driver thread (the one that calls the engine), between two updates. It is durable when its call
-returns:
+A save runs on the driver thread (the one that calls the engine), between two updates:
 
     _agree_on_save    every rank captures what a script may change; all ranks must want the same tag of the same step
     _begin_tag        rank 0 begins the tag, the others join it
@@ -9,7 +8,7 @@ returns:
                       the swap files instead (`Commits.save`)
 
 With checkpoint.async, write and publish go on during training (`AsyncSave`). Such a save is durable once a later save,
-load, flush or close has returned; the first of these raises its error. Training goes on after a failed save."""
+load, flush or close has returned; the first of these raises its error."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ _LOAD: Final = "load_checkpoint"
 
 @final
 class Checkpoints:
-    """Saves and loads one run. Called on the driver thread (the one that calls the engine). An asynchronous save is
-    written on a thread of its own, the lane `save`."""
+    """Saves and loads one run. Called on the driver thread (the one that calls the engine)."""
 
     def __init__(
         self,
@@ -61,10 +59,9 @@ class Checkpoints:
         config: Config,
         commits: Commits | None = None,
     ) -> None:
-        """`policy`: the update policy; a save or load first waits for its updates. `weights`: drops stale weights from
-        the device. `driver`: the objects whose state is saved besides weights and optimizer state. `written_by`: the
-        fields of `WrittenBy` except the time. `commits`: makes each save a commit of the swap files; None: a save
-        writes files of its own."""
+        """`policy`: a save or load first waits for its updates. `weights`: drops stale weights from the device.
+        `driver`: saves everything but weights and optimizer state. `written_by`: the fields of `WrittenBy` except the
+        time. `commits`: commits the swap files in place; None: a save writes files of its own."""
         settings = config.tiered_zero.checkpoint
         self._state = state
         self._policy = policy
@@ -91,12 +88,10 @@ class Checkpoints:
         save_latest: bool = True,
         exclude_frozen: bool = False,
     ) -> None:
-        """Save the state after the last step. Return when the tag is durable or, with checkpoint.async, when everything
-        that a script may change has been copied. Every rank calls this; it returns on all ranks, or raises on all.
-
-        `begin`: a function that checks that the call is allowed now, and returns the step and the tag's name.
-        `client_state`: the user's own values. `save_latest`: write the tag's name to the file `latest`. Raises the
-        errors of this save, and of the asynchronous save before it."""
+        """Save the state after the last step. The tag is durable on return, except with checkpoint.async. Every rank
+        calls this; it returns on all ranks, or raises on all. `begin`: checks that the call is allowed now, and returns
+        the step and the tag's name. `save_latest`: write this name to the file `latest`. Raises the errors of this
+        save, and of the asynchronous save before it."""
         captured: list[Capture] = []
         arguments = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen}
 
@@ -135,8 +130,8 @@ class Checkpoints:
             tag.discard()  # does nothing if it was published
 
     def _write(self, tag: TagWriter, capture: Capture, ready: Transfer) -> None:
-        """Write this rank's share of the tag from `capture`. Then, on rank 0, publish the shares of all ranks. `ready`:
-        see `Capture.write`."""
+        """Write this rank's share of the tag. Then, on rank 0, publish the shares of all ranks. `ready`: see
+        `Capture.write`."""
         is_first = self._ranks.rank == 0
 
         def write() -> Share:
@@ -168,12 +163,9 @@ class Checkpoints:
     def find(
         self, load_dir: str | os.PathLike[str], tag: str | None, begin: Callable[[], None]
     ) -> FoundCheckpoint | None:
-        """Find the checkpoint to load. First wait for the update and the save under way, and drop the units on the
-        device.
-
-        `tag`: the tag to load; None: the one that the file `latest` names, or the newest. With None, a directory
-        without a saved checkpoint gives a warning and the result None. `begin`: a function that checks that the call is
-        allowed now. Raises StoreError."""
+        """Find the checkpoint to load, after the update and the save under way, and drop the units on the device.
+        `tag`: None takes the one that the file `latest` names, or the newest; the result is None if nothing was saved.
+        `begin`: checks that the call is allowed now. Raises StoreError."""
 
         def look() -> FoundCheckpoint | None:
             if tag is None and (why := nothing_to_load(load_dir)):
@@ -196,13 +188,10 @@ class Checkpoints:
     def load(
         self, found: FoundCheckpoint, parts: LoadParts, *, strict: bool = True, place: Callable[[], None] | None = None
     ) -> dict[str, Any]:
-        """Load a checkpoint into the run and return its client_state. Everything is checked, on every rank, before the
-        first weight changes. An error after the checks makes the engine unusable; an interrupt (Ctrl-C) waits until the
-        values are loaded.
-
-        `parts`: what to load. `strict`: see `match`. `place`: a function that puts the model on its tiers; called after
-        the checks. None: the model is on its tiers already. Raises ModelError, ConfigError, StoreError, CorruptionError
-        and TransferError."""
+        """Load a checkpoint into the run and return its client_state. Everything is checked on every rank before the
+        first weight changes; an error after that makes the engine unusable. `strict`: see `match`. `place`: puts the
+        model on its tiers, after the checks; None: it is there. Raises ModelError, ConfigError, StoreError,
+        CorruptionError and TransferError."""
         with ExitStack() as opened:
             checked: list[tuple[TensorReader, Matched, dict[str, Any]]] = []
 
@@ -222,12 +211,13 @@ class Checkpoints:
 
     @hold_interrupts()
     def _overwrite(self, path: Path, read: Callable[[], None]) -> None:
-        """Call `read`, which replaces the run's state by the checked values. If it raises, some values are new and some
-        old: latch the engine. `path`: the checkpoint, for the message."""
+        """Call `read`, which replaces the run's state; if it raises, latch the engine. `path`: the checkpoint, for
+        errors."""
         try:
             agree(self._ranks, f"{_LOAD}: its values", read)
             self._weights.end_update()
         except BaseException as error:
+            # some values are new and some old
             self._policy.latch(f"Loading {path} ended in its middle, by {type(error).__name__}")
             raise
 
@@ -238,8 +228,8 @@ class Checkpoints:
         self._driver.restore(driver, parts)
 
     def _check(self, manifest: TagManifest, parts: LoadParts, strict: bool = True) -> tuple[Matched, dict[str, Any]]:
-        """Check everything in a checkpoint except the values. Return the keys from which the run's values are loaded,
-        and the state for `DriverState.restore`. `parts`, `strict`: see `load`."""
+        """Check everything in a checkpoint except the values. Return the keys to load, and the state for
+        `DriverState.restore`."""
         with_state = parts.optimizer_states and not parts.module_only and self._driver.optimizer is not None
         matched = match(self._state, manifest, strict=strict, with_state=with_state, convert=self._convert)
         driver = self._driver.check(manifest.driver, parts, self._ranks)
@@ -248,9 +238,8 @@ class Checkpoints:
         return matched, driver
 
     def adopt(self, adoption: Adoption, values: AdoptedValues, place: Callable[[], None]) -> None:
-        """Resume from an in-place commit whose swap files this run has taken over. Masters and state stay where they
-        are in these files. `values`: reads the values of buffers from the commit. `place`: see `load`. If it fails on
-        one rank, every rank raises ModelError or StoreError."""
+        """Resume from an in-place commit, in swap files that this run has taken over. `values`: reads the values of
+        buffers. `place`: see `load`. If it fails on one rank, every rank raises ModelError or StoreError."""
         checked: list[tuple[Matched, dict[str, Any]]] = []
         agree(self._ranks, f"{_LOAD}: its contents", lambda: checked.append(self._check(adoption.manifest, EVERYTHING)))
         place()
@@ -272,20 +261,18 @@ class Checkpoints:
         self._weights.end_update()
 
     def resume(self, found: FoundCheckpoint, place: Callable[[], None]) -> None:
-        """Load the checkpoint that the config names (tiered_zero.checkpoint.resume). `place`: see `load`. Raises what
-        `load` raises."""
+        """Load the checkpoint that the config names (tiered_zero.checkpoint.resume). `place`: see `load`."""
         self.resumed = found.path, self.load(found, EVERYTHING, place=place)
 
 
 def check_async(config: Config, plan: Plan) -> None:
-    """Check that saves during training (checkpoint.async) are safe with this placement. Raises ConfigError if optimizer
-    state, or parameters that are half of their masters (state_format bf16_remainder), are on nvme: the next update
-    would overwrite bytes that the save has not read yet."""
+    """Check that saves during training (checkpoint.async) are safe with this placement. Raises ConfigError."""
     settings = config.tiered_zero
     if not settings.checkpoint.async_save or settings.checkpoint.in_place:
         return
     needs_params = settings.state_format == "bf16_remainder" and "nvme" in plan.tiers.params.values()
     if "nvme" in plan.tiers.state or needs_params:
+        # the next update would overwrite bytes that the save has not read yet
         what = "parameters, which are half of the masters," if needs_params else "optimizer state"
         raise ConfigError(
             f"tiered_zero.checkpoint.async: expected {what} in memory, where an update waits for the bytes of its own "
@@ -300,8 +287,7 @@ def check_async(config: Config, plan: Plan) -> None:
 @final
 @dataclass(frozen=True, kw_only=True)
 class _Wanted:
-    """One rank's request to save. `arguments`: arguments of the call that must be equal on all ranks. `nbytes`: the
-    bytes of data that this rank will write."""
+    """One rank's request to save. `arguments`: must be equal on all ranks. `nbytes`: what this rank will write."""
 
     tag: str
     step: int
@@ -310,10 +296,9 @@ class _Wanted:
 
 
 def _agree_on_save(ranks: Collectives, ask: Callable[[], _Wanted], tag_validation: str) -> list[_Wanted]:
-    """Exchange the requests to save, check that they agree, and return those of all ranks, each with rank 0's tag.
-    `ask`: returns this rank's request. `tag_validation`: what to do if tags differ: Warn, Fail or Ignore (DeepSpeed's
-    setting). Raises what `ask` raises, and ModelError if ranks differ in step or arguments or, with Fail, in the
-    tag."""
+    """Return the requests of all ranks, each with rank 0's tag. `ask`: returns this rank's request. `tag_validation`:
+    what to do if tags differ: Warn, Fail or Ignore (DeepSpeed's setting). Raises what `ask` raises, and ModelError if
+    ranks differ in step or arguments or, with Fail, in the tag."""
     wanted = agree(ranks, SAVE, ask, encode=vars, decode=lambda value: _Wanted(**value))
     first = wanted[0]
     for rank, own in enumerate(wanted):
@@ -334,8 +319,7 @@ def _agree_on_save(ranks: Collectives, ask: Callable[[], _Wanted], tag_validatio
 
 
 def _begin_tag(ranks: Collectives, save_dir: str | os.PathLike[str], wanted: Sequence[_Wanted]) -> TagWriter:
-    """Begin the tag on rank 0, and join it on the other ranks. Return this rank's writer. Rank 0 checks that the disk
-    has space for all ranks. `wanted`: the requests of all ranks."""
+    """Begin the tag on rank 0, join it on the others, and return this rank's writer. `wanted`: all ranks' requests."""
     tag, rank = wanted[0].tag, ranks.rank
     sizes = [own.nbytes for own in wanted]
     begun: list[TagWriter] = []
@@ -366,9 +350,8 @@ def find_together(
     find: Callable[[], FoundCheckpoint | None],
     prepare: Callable[[], None] = lambda: None,
 ) -> FoundCheckpoint | None:
-    """Call `prepare` on every rank, then `find` on rank 0. Every rank returns the result of `find`. `directory` may
-    differ between ranks: a path of the result that lies below rank 0's `directory` is replaced by the same place below
-    each rank's own. If a call raises on one rank, every rank raises."""
+    """Call `prepare` on every rank, then `find` on rank 0. Every rank returns its result. `directory`: this rank's; a
+    path below rank 0's directory becomes one below it. If a call raises on one rank, every rank raises."""
 
     def act() -> FoundCheckpoint | None:
         prepare()
@@ -396,8 +379,7 @@ def _below(path: Path, base: Path) -> str:
 
 
 def _check_together(ranks: Collectives, check: Callable[[], TagManifest]) -> None:
-    """Call `check` on every rank, and compare the manifests that it returns. Raises what `check` raises, and StoreError
-    if ranks differ in the tag, its step or the time at which it was written."""
+    """Call `check` on every rank. Raises what `check` raises, and StoreError if ranks find different checkpoints."""
 
     def facts(manifest: TagManifest) -> Any:
         return [manifest.tag, manifest.step, manifest.written_by.created_s]

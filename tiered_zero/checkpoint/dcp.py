@@ -1,8 +1,5 @@
 """Read tags with PyTorch's Distributed Checkpoint (DCP), for programs without an engine:
-`torch.distributed.checkpoint.load(..., storage_reader=DcpReader(tag))`. Nothing in this package imports this file.
-
-DCP sees each tensor as one chunk. To load an item (a part of a tensor), the reader reads all elements from the item's
-first to its last. If tensors are cut by rows, as FSDP cuts them, these are the item's own elements and no others."""
+`torch.distributed.checkpoint.load(..., storage_reader=DcpReader(tag))`. Nothing in this package imports this file."""
 
 from __future__ import annotations
 
@@ -29,12 +26,11 @@ from tiered_zero.errors import StoreError
 
 @final
 class DcpReader(StorageReader):
-    """Reads a tag, or a run's newest in-place commit. Its keys are those of index.py ([Note: Portable form]). One
-    thread uses it; the end of a `with` block closes it."""
+    """Reads a tag, or a run's newest in-place commit. Its keys are those of [Note: Portable form]. One thread uses it;
+    the end of a `with` block closes it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """`path`: a tag, a directory of tags, or a run's swap directory, as for `tiered_zero.checkpoint.resume` in the
-        config. Raises StoreError."""
+        """`path`: a tag, a directory of tags, or a run's swap directory. Raises StoreError."""
         self.reader: TensorReader = open_reader(find_checkpoint(path))
 
     def __enter__(self) -> DcpReader:
@@ -99,6 +95,7 @@ class DcpReader(StorageReader):
         sizes, strides = tuple(item.lengths), torch.empty(entry.shape, device="meta").stride()
         if 0 in sizes:
             return torch.empty(sizes, dtype=torch_dtype(entry.dtype))
+        # all elements from the item's first to its last: no others if tensors are cut by rows, as FSDP cuts them
         first = sum(at * stride for at, stride in zip(item.storage_offsets, strides, strict=True))
         last = first + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
         return self.reader.read(key, first, last + 1).as_strided(sizes, strides)

@@ -1,7 +1,5 @@
-"""Save and restore a run's driver state: everything but weights and optimizer state.
-
-It consists of counts, loss scale, learning rate schedule, values of the param groups, random states, the position in
-the training data, and the user's client_state. A run that restores it continues bit for bit."""
+"""Save and restore a run's driver state: everything but weights and optimizer state. It consists of counts, loss scale,
+learning rate schedule, param groups, random states, position in the training data, and client_state."""
 
 from __future__ import annotations
 
@@ -87,8 +85,7 @@ class _SavedRank(StrictModel):
 
 
 class _SavedState(_SavedRank):
-    """The fields of a saved driver state, which `DriverState.capture` returns. `ranks`: the `own_state` of each rank,
-    if there were several."""
+    """The fields of a saved driver state. `ranks`: the `own_state` of each rank, if there were several."""
 
     counts: _SavedCounts
     overflow: _SavedOverflow
@@ -126,12 +123,10 @@ def read_client_state(saved: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadParts:
-    """The parts that a load restores: the arguments of DeepSpeed's `load_checkpoint`, with its defaults.
-
-    `module_only`: restore only weights and the modules' extra state. `optimizer_states`: False keeps this run's
-    optimizer state, learning rates and loss scale. `lr_scheduler_states`: False keeps this run's schedule. Counts,
-    random states and the position in the training data are restored except with `module_only`. Source: DeepSpeed
-    0.19.8, runtime/engine.py, _load_checkpoint."""
+    """The parts that a load restores: the arguments of DeepSpeed's `load_checkpoint`, with its defaults (DeepSpeed
+    0.19.8, runtime/engine.py, _load_checkpoint). `module_only`: restore only weights and the modules' extra state.
+    `optimizer_states`: False keeps this run's optimizer state, learning rates and loss scale. `lr_scheduler_states`:
+    False keeps this run's schedule."""
 
     optimizer_states: bool = True
     lr_scheduler_states: bool = True
@@ -145,8 +140,7 @@ EVERYTHING: Final = LoadParts()
 @dataclass(frozen=True, kw_only=True)
 class DriverState:
     """Saves and restores a run's driver state, which the objects in these fields hold. Called on the driver thread,
-    between two steps. `counts`: the engine's counts of steps. `optimizer`: None if the run evaluates. `loader`: the
-    loader of `training_data`, or None."""
+    between two steps. `optimizer`: None if the run evaluates. `loader`: the loader of `training_data`."""
 
     counts: Any
     overflow: OverflowGuard
@@ -157,9 +151,8 @@ class DriverState:
     module: nn.Module | None = None
 
     def capture(self, client_state: Mapping[str, Any] | None) -> State:
-        """Return a copy of the driver state as it is now, encoded by `to_json`. `client_state`: the user's values;
-        None: there are none. Raises ModelError for a scheduler without state_dict(), and for a value that cannot be
-        saved; the error names the value's path."""
+        """Return a copy of the driver state, encoded by `to_json`. `client_state`: the user's values. Raises ModelError
+        for a value that cannot be saved, with its path, and for a scheduler without state_dict()."""
         if client_state is not None and not isinstance(client_state, Mapping):
             raise ModelError(f"client_state was expected as a dict; found {type(client_state).__name__}.")
         overflow_counts, scaler = self.overflow.state()
@@ -179,10 +172,9 @@ class DriverState:
         return {name: to_json(value, name) for name, value in state.items()}
 
     def check(self, saved: Any, parts: LoadParts = EVERYTHING, ranks: Collectives | None = None) -> State:
-        """Decode and check a saved driver state, and return the state that `restore` takes, with this rank's own parts.
-        Changes nothing. `saved`: the driver state as it was read from a file; it may be hostile. `parts`: what the load
-        will restore. `ranks`: None: the run has one rank. Raises StoreError for what `capture` never returns, and
-        ModelError for a state that does not fit this run."""
+        """Decode and check a saved driver state, and return this rank's state for `restore`. Changes nothing. `saved`:
+        may be hostile. `parts`: what will be restored. `ranks`: None: the run has one rank. Raises StoreError for a
+        damaged state, and ModelError for one that does not fit this run."""
         state = _decode_state(saved)
         num_ranks = _select_rank(state, ranks or SingleRank())
         if parts.module_only:
@@ -200,8 +192,8 @@ class DriverState:
         return state
 
     def restore_optimizer(self, state: State, parts: LoadParts = EVERYTHING) -> None:
-        """Restore the values of the param groups and the learning rate schedule. `state`: the result of `check`. Call
-        it before weights and optimizer state are loaded, because newly initialized state uses these values."""
+        """Restore the param groups and the learning rate schedule. `state`: the result of `check`. Call this before
+        optimizer state is loaded, because missing state is initialized with these values."""
         optimizer = self.optimizer
         if optimizer is None or parts.module_only:
             return
@@ -219,8 +211,8 @@ class DriverState:
             optimizer.load_group_options(state["options"])
 
     def restore(self, state: State, parts: LoadParts = EVERYTHING) -> dict[str, Any]:
-        """Restore counts, loss scale, random states, the modules' extra state and the position in the training data.
-        Return the client_state. `state`: the result of `check`. The caller has finished all updates before."""
+        """Restore the rest of the driver state, and return the client_state. `state`: the result of `check`. No update
+        may run."""
         if self.module is not None:
             _restore_extra_states(self.module, state["modules"])
         if parts.module_only:
@@ -258,7 +250,7 @@ class DriverState:
 
 
 def _extra_states(model: nn.Module) -> dict[str, Any]:
-    """Map the path of each module that has extra state to that state."""
+    """Return the extra state of each module that has one, by the module's path."""
     return {
         path: module.get_extra_state()
         for path, module in model.named_modules()
@@ -267,8 +259,8 @@ def _extra_states(model: nn.Module) -> dict[str, Any]:
 
 
 def _restore_extra_states(model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Pass the saved extra states to their modules. Warn about a state without a module, and a module without a state.
-    Raises ModelError."""
+    """Pass the saved extra states to their modules. Warn about states and modules that are left over. Raises
+    ModelError."""
     own = {
         path: module
         for path, module in model.named_modules()
@@ -297,21 +289,17 @@ def own_state(captured: State) -> State:
 
 
 def join_states(first: State, own: Sequence[Mapping[str, Any]]) -> State:
-    """Return the driver state for the manifest. `first`: rank 0's state. `own`: the `own_state` of each rank, which is
-    added if there are several."""
+    """Return the driver state for the manifest. `first`: rank 0's state. `own`: the `own_state` of each rank."""
     return {**first, "ranks": list(own)} if len(own) > 1 else first
 
 
 def _select_rank(state: State, ranks: Collectives) -> int:
-    """Replace the parts of `state` that differ between ranks by those that this rank has saved. Return how many ranks
-    have saved.
-
-    A rank that did not exist at the save takes rank 0's position in the training data. It keeps its present random
-    states: with those of rank 0 it would draw the same numbers as rank 0."""
+    """Set the parts of `state` that differ between ranks to this rank's own. Return how many ranks have saved."""
     of_ranks = state.pop("ranks", None) or [own_state(state)]
     if ranks.rank < len(of_ranks):
         state.update(of_ranks[ranks.rank])
     else:
+        # a new rank takes rank 0's position in the data; with rank 0's random states it would draw the same numbers
         state["random_states"] = None
         logger.warning(
             "resumed: rank %d was not there when %d saved: its random numbers go on as they are",
@@ -324,9 +312,7 @@ def _select_rank(state: State, ranks: Collectives) -> int:
 
 
 def _scheduled_options(optimizer: TieredOptimizer, groups: Any) -> Any:
-    """Return the options of this run's param groups, but take those named in `_SCHEDULED` from the checkpoint.
-    `groups`: the checkpoint's param groups. If they do not match this run's groups, return them unchanged: the caller
-    refuses them."""
+    """Return the options of this run's param groups, but take those in `_SCHEDULED` from the checkpoint's `groups`."""
     own = optimizer.group_options()
     if type(groups) is not list or {*map(type, groups)} != {dict} or len(groups) != len(own):
         return groups  # the caller refuses them
@@ -335,8 +321,8 @@ def _scheduled_options(optimizer: TieredOptimizer, groups: Any) -> Any:
 
 
 def _scheduler_state(scheduler: Any) -> State | None:
-    """Return what is saved of a scheduler: the name of its class and its state; None without a scheduler. Raises
-    ModelError if it has no state_dict()."""
+    """Return a scheduler's class name and state; None without a scheduler. Raises ModelError if it has no
+    state_dict()."""
     if scheduler is None:
         return None
     kind = type(scheduler).__name__
@@ -352,9 +338,8 @@ def _scheduler_state(scheduler: Any) -> State | None:
 
 
 def _without_code(state: Any) -> Any:
-    """Return a torch scheduler's state without its functions, because the scheduler that loads the state has them
-    itself. A Counter, as MultiStepLR has, becomes a dict."""
-    if type(state) in (dict, Counter):
+    """Return a torch scheduler's state without its functions."""
+    if type(state) in (dict, Counter):  # MultiStepLR has a Counter. The scheduler that loads has the functions itself
         return {name: _without_code(value) for name, value in state.items() if not isinstance(value, _CODE)}
     if type(state) is list:
         return [_without_code(value) for value in state]
@@ -371,20 +356,19 @@ def _loadable(scheduler: Any, state: Any) -> Any:
 
 
 def _with_inner(scheduler: Any, state: Any = None) -> list[tuple[Any, Any]]:
-    """Return a scheduler and the schedulers in its sequence or chain, each with its part of `state`. `state`: the saved
-    state of `scheduler`; None: each part is None. Raises ValueError if `state` has more or fewer parts than there are
-    schedulers, because torch would leave some as they are."""
+    """Return a scheduler and the schedulers inside it, each with its part of the saved `state`. Without `state` the
+    parts are None. Raises ValueError if `state` has another number of parts."""
     inner = getattr(scheduler, "_schedulers", ())
     states = state.get("_schedulers") if isinstance(state, dict) and inner else None
     if isinstance(states, list) and len(states) != len(inner):
+        # torch would leave some as they are
         raise ValueError(f"expected the states of {len(inner)} schedulers; found {len(states)}")
     pairs = zip(inner, states if isinstance(states, list) else [None] * len(inner), strict=True)
     return [(scheduler, state), *(found for pair in pairs for found in _with_inner(*pair))]
 
 
 def _check_scheduler(scheduler: Any, saved: Any, optimizer: TieredOptimizer) -> None:
-    """Check that `saved` fits the scheduler: load it, then restore the scheduler and the param groups as they were.
-    Raises ModelError if it does not fit."""
+    """Check that the scheduler can load `saved`. Changes nothing. Raises ModelError."""
     kind = type(scheduler).__name__
     otherwise = "Build the scheduler of the saved run, or load with load_lr_scheduler_states=False to begin a new one."
     if saved is None:
@@ -413,8 +397,7 @@ def _check_scheduler(scheduler: Any, saved: Any, optimizer: TieredOptimizer) -> 
 
 
 MAX_DEPTH: Final = 50
-"""The deepest nesting of containers that is saved. Its JSON nests up to three times as deep, and the JSON parser
-refuses more than 200 levels."""
+"""The deepest nesting of containers that is saved. JSON nests three times as deep; its parser takes 200 levels."""
 
 SAVED_TYPES: Final = (
     "exactly None, bool, int, float, str, bytes, list, tuple, dict, tensors, and numpy's arrays and scalars of numbers"
@@ -428,9 +411,8 @@ _KEYS = (type(None), bool, int, float, str, bytes, tuple)
 
 
 def to_json(value: Any, where: str, depth: int = 0) -> Any:
-    """Encode `value` as JSON values, with copies of all data. `where`: names the value in messages. Raises ModelError,
-    with the path, for types other than `SAVED_TYPES` (subclasses are other types), text that is not Unicode, and
-    nesting deeper than `MAX_DEPTH`."""
+    """Encode `value` as JSON values, with copies of all data. `where`: names the value in errors. Raises ModelError for
+    types other than `SAVED_TYPES`, and for nesting deeper than `MAX_DEPTH`."""
     kind = type(value)
     if kind in _AS_THEY_ARE:
         return value
@@ -467,8 +449,7 @@ def to_json(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def from_json(values: Any) -> Any:
-    """Decode what `to_json` has returned, from untrusted JSON. Tensors are on the CPU. Raises ValueError for anything
-    that `to_json` does not return. Allocates no more memory than the text takes."""
+    """Decode what `to_json` has returned; tensors are on the CPU. The input may be hostile. Raises ValueError."""
     if type(values) is list:
         return _items(values)
     if type(values) is not dict:

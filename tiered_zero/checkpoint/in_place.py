@@ -1,37 +1,33 @@
 """Commit a run's state in the swap files where it lies, without a copy; adopt such a commit in the next run.
 
-[Note: In-place commits] A store is a set of swap files with a manifest, the durable table of its records
-(record/__init__.py). A commit writes a new manifest, whose metadata holds the checkpoint's manifest (`TagManifest`). A
-load takes the newest manifest of the store with the optimizer state. A tag in a save directory only points to that
-store, and gets its name later. Steps after a commit write to other extents (ranges of the swap files). A commit of step
-N, after one of an earlier step M:
+[Note: In-place commits] A store is a set of swap files with a manifest, the durable table of its records. A commit
+writes a new manifest, with the checkpoint's manifest (`TagManifest`) in its metadata. A load takes the newest manifest
+of the store with the optimizer state. A tag in a save directory only points to that store, and gets its name later. A
+commit of step N, after one of an earlier step M:
 
-    1  updates have written only slots that manifest M does not name; now they may not write
+    1  updates stop; they have written only slots that manifest M does not name
     2  sync the data files, write and sync `manifest.next`; meanwhile write and sync the tag under a temporary name
     3  rename `manifest.next` to `manifest`, sync the swap directory
     4  updates may write the slots that manifest N does not name
     5  rename the tag and `latest`, sync the save directory, remove a tag that was replaced
 
-After a crash the disk may hold any of the pages that were not synced, and may lack any:
+After a crash the disk may lack any page that was not synced:
 
-    in 1, 2     `manifest` is M's, and nothing that it names was overwritten: M is loaded. The next run removes
-                `manifest.next`, whole or torn, and the next save removes temporary names
-    in 3        `manifest` is M's: as above. Or it is N's, whose bytes and data were synced before the rename: N is
-                loaded. A tag of M is then superseded, even if its step is the same: the run's id in it leads to N
-    in 4, 5     manifest N is durable, and nothing that it names was overwritten: N is loaded. If the new tag or the new
-                `latest` is lost, the old one leads to N: a tag of M by the run's id, a `latest` without its tag by the
-                newest pointer
+    in 1, 2     M is loaded: nothing that it names was overwritten. The next run removes `manifest.next`, and the next
+                save removes temporary names
+    in 3        M is loaded, as above; or N, if the rename is on the disk. A tag of M then leads to N by the run's id
+    in 4, 5     N is loaded. If the new tag or the new `latest` is lost, the old one leads to N: a tag of M by the run's
+                id, a `latest` without its tag by the newest pointer
     without M   (N is the first commit) nothing can be loaded before 3, N afterwards; the save directory leads to N from
                 5 on
 
 A commit has several stores if there are many ranks, or if parameters that are half of their masters (state_format
-bf16_remainder) have their own store. In 2, all manifests become durable (`prepare`). In 3, the manifest with rank 0's
-state is renamed first, which decides the commit; then the others are renamed. A load takes from the others the manifest
-with the decided commit's id, in `manifest` or `manifest.next` (the step is not enough: two commits may have the same).
-Rank 0's metadata lists what all ranks have committed; the metadata of the others names the store that decides.
+bf16_remainder) have their own store. Step 2 makes all manifests durable. Step 3 first renames the manifest with rank
+0's state, which decides the commit, and then the others. A load takes from each other store the manifest with the id of
+the decided commit, in `manifest` or `manifest.next`: two commits may have the same step.
 
 A run that adopts a commit takes over the last run's swap directory and copies nothing. If its layout differs, it loads
-the commit into its own homes, as `load_checkpoint` does, and the old files stay as they are."""
+the commit into its own homes, and the old files stay as they are."""
 
 from __future__ import annotations
 
@@ -84,17 +80,16 @@ from tiered_zero.tiers.tier import BufferView, Home, as_bytes, read_slot
 logger = logging.getLogger("tiered_zero")
 
 SAVE: Final = "save_checkpoint"
-"""The name of this call in the messages that other ranks read."""
+"""The name of the call in the errors of other ranks."""
 
 _CHUNK_NBYTES = MIB
-"""Bytes of a copy that are compared and written at once: one checksum chunk of the store."""
+"""Bytes of a copy that are compared and written together: one checksum chunk of the store."""
 
 
 @final
 class Commits:
-    """Commits this rank's state in place. Called on the driver thread. `tiers`: the nvme tier of the state, then that
-    of the parameters if they are committed too and have swap files of their own. `copies`: writes what these tiers do
-    not hold. `layout`: the result of `run_fingerprint`."""
+    """Commits this rank's state in place. Called on the driver thread. `tiers`: the nvme tier of the state, and that of
+    the parameters if it is another one and is committed too. `layout`: from `run_fingerprint`."""
 
     def __init__(self, state: RunState, tiers: Sequence[NvmeTier], copies: DurableCopies, layout: str) -> None:
         self._state = state
@@ -146,8 +141,7 @@ class Commits:
 
     def share(self, driver: Mapping[str, Any], commit_id: str) -> Share:
         """Write the durable copies, and return this rank's part of the commit. `driver`: this rank's own part of the
-        driver state. `commit_id`: an id for the commit; all ranks use that of rank 0. Raises StoreError,
-        TransferError."""
+        driver state. `commit_id`: an id to propose. Raises StoreError, TransferError."""
         state, scalars = self._state, self._state.view.scalars
         with torch.no_grad():
             self._copies.write(state.named_buffers())
@@ -168,10 +162,9 @@ class Commits:
 
     @hold_interrupts()
     def _commit(self, manifest: TagManifest, shares: Sequence[Share], tag: TagWriter, pointer: Transfer) -> None:
-        """Commit the state: make it durable on every rank, let rank 0 decide, let updates write again. Then give the
-        tag its name. `pointer`: completes when `TagWriter.prepare` has written the tag's files. Raises
-        UntaggedCommitError if the state is committed and its tag is not durable. Raises another StoreError if the
-        commit failed, or if it is unknown whether it is durable."""
+        """Make the state durable on every rank, let rank 0 decide, then publish the tag. `pointer`: completes when the
+        tag is prepared. Raises UntaggedCommitError if only the tag is not durable, and another StoreError if the commit
+        failed or may not be durable."""
         is_first = self._ranks.rank == 0
         if len(self.run_ids) == 1:  # no other store depends on it: it may drop a prepared state
             self._stores[0].commit(manifest.step, _metadata(manifest, shares))
@@ -190,9 +183,7 @@ class Commits:
             raise UntaggedCommitError(str(error), manifest.step) from error
 
     def _prepare_together(self, manifest: TagManifest, shares: Sequence[Share]) -> None:
-        """Prepare the commit on every rank, by `prepare`. If this fails on one rank, drop the prepared state and raise
-        on every rank: there is no commit. If the exchange between the ranks fails, keep the prepared state, because
-        rank 0 may have committed."""
+        """Prepare the commit on every rank. If one rank fails, drop the prepared state and raise on every rank."""
         failed: list[Exception] = []
 
         def attempt() -> str | None:
@@ -203,15 +194,15 @@ class Commits:
                 return str(error)
             return None
 
-        texts = agree(self._ranks, f"{SAVE}: the commit", attempt)
+        texts = agree(self._ranks, f"{SAVE}: the commit", attempt)  # if this fails, rank 0 may have committed: keep it
         wrong = [f"Rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
         if wrong:
             self.cancel()
             raise failed[0] if failed else StoreError(wrong[0])
 
     def prepare(self, manifest: TagManifest, shares: Sequence[Share]) -> None:
-        """Make the state durable next to the last commit. From then on refuse writes, until `confirm` or `cancel`. If
-        this raises StoreError, the caller must call `cancel`."""
+        """Make the state durable next to the last commit, and refuse writes until `confirm` or `cancel`. If this raises
+        StoreError, the caller must call `cancel`."""
         first = _parts(shares)[0].stores[0]
         followed = {COMMIT_ID: shares[0].commit_id, DECIDED_BY: first.model_dump()}
         for store in reversed(self._stores):
@@ -224,19 +215,17 @@ class Commits:
             store.cancel_prepared()
 
     def decide(self) -> None:
-        """On rank 0, commit the state that all ranks have prepared: from now on a load takes this commit. If this
-        raises StoreError, it is unknown whether the commit is durable."""
+        """On rank 0, commit the state that all ranks have prepared. After a StoreError it is unknown whether the commit
+        is durable."""
         self._stores[0].confirm()
 
     def confirm(self) -> None:
-        """Commit the prepared state in the other stores, after rank 0 has decided. Updates may then overwrite the older
-        commit. Raises StoreError."""
+        """Commit the prepared state in the other stores, after rank 0 has decided. Raises StoreError."""
         for store in self._stores[self._ranks.rank == 0 :]:
             store.confirm()
 
     def _publish(self, tag: TagWriter, pointer: Transfer, step: int) -> None:
-        """Give the tag its name, after the commit. `pointer`: completes when the tag is prepared. Raises
-        UntaggedCommitError."""
+        """Give the tag its name. `pointer`: completes when the tag is prepared. Raises UntaggedCommitError."""
         try:
             pointer.wait()
             tag.publish_pointer()
@@ -255,8 +244,7 @@ def _location(store: SwapStore) -> StoreLocation:
 
 
 def _metadata(manifest: TagManifest, shares: Sequence[Share]) -> dict[str, Any]:
-    """Return a commit's metadata (`Commit`, as JSON): the checkpoint's manifest and the parts of all ranks. Raises
-    StoreError if a part of a tensor is missing."""
+    """Return a commit's metadata (`Commit`, as JSON). Raises StoreError if a part of a tensor is missing."""
     whole = manifest.model_copy(update=join_shares(shares))
     commit = Commit(commit_id=shares[0].commit_id, checkpoint=whole, ranks=_parts(shares))
     return commit.model_dump(mode="json")
@@ -271,11 +259,8 @@ def _parts(shares: Sequence[Share]) -> list[RankPart]:
 
 @final
 class DurableCopies:
-    """Copies to nvme what a commit needs besides optimizer state. Each copy has a slot next to that state.
-
-    Frozen parameters and buffers are written if they have changed. With state_format bf16_remainder the parameters of
-    updated units are written in each commit, because they are half of their masters: 2 of the 10 bytes that a
-    parameter's state takes.
+    """Copies to nvme what a commit needs besides optimizer state: buffers, frozen parameters and, with state_format
+    bf16_remainder, the parameters of updated units.
 
     `units`: unit index -> the unit, and the home (slot) of its copy. `updated`: indices of the units that updates
     write. `flat`: returns a unit's bytes, [P]. `buffers`: the home of the buffers' copy; None for a model without
@@ -301,7 +286,7 @@ class DurableCopies:
         updates. `buffers`: the model's buffers, by name. Raises StoreError, TransferError."""
         writes: list[Transfer] = []
         try:
-            for unit, home in self._updated:
+            for unit, home in self._updated:  # half of their masters: 2 of the 10 bytes of a parameter's state
                 raw = as_bytes(self._flat(unit))
                 writes.append(home.tier.write(home.slot, BufferView(raw, raw.numpy().data)))
             window = torch.frombuffer(map_memory(_CHUNK_NBYTES), dtype=torch.uint8)
@@ -313,8 +298,8 @@ class DurableCopies:
             wait_all(writes)
 
     def _write_changed(self, home: Home, raw: torch.Tensor, window: torch.Tensor) -> None:
-        """Write the chunks of a slot that have changed since they were last written. `raw`: the slot's new bytes, on
-        any device. `window`: memory for one chunk."""
+        """Write the chunks of a slot that have changed. `raw`: the slot's new bytes, on any device. `window`: room for
+        one chunk."""
         for start in range(0, raw.numel(), _CHUNK_NBYTES):
             part = raw[start : start + _CHUNK_NBYTES]
             chunk = window[: align_up(part.numel(), PAGE_NBYTES)]
@@ -328,8 +313,7 @@ class DurableCopies:
 
 
 def _packed(buffers: Iterable[tuple[str, torch.Tensor]], nbytes: int) -> torch.Tensor:
-    """Pack the model's buffers into one tensor of `nbytes`, the new content of their slot. Raises StoreError if they
-    need more."""
+    """Pack the model's buffers into one tensor of `nbytes`. Raises StoreError if they need more."""
     raw = torch.zeros(nbytes, dtype=torch.uint8)
     for name, buffer, offset in pack(buffers):
         data = as_bytes(buffer.detach().contiguous()).cpu()
@@ -348,9 +332,9 @@ def _packed(buffers: Iterable[tuple[str, torch.Tensor]], nbytes: int) -> torch.T
 @final
 @dataclass(frozen=True, kw_only=True)
 class Adoption:
-    """An in-place commit that a run adopts: the run goes on in the commit's swap files. `directories`: the config's
-    swap paths of a store -> the committed state from which this rank's store resumes. `paths`: the swap directories of
-    all ranks. `manifest`: the commit's manifest. `initialized`: indices of this rank's sub-groups that have state."""
+    """An in-place commit that a run adopts: it goes on in the commit's swap files. `directories`: the config's swap
+    paths of each store -> the committed state to resume. `paths`: the swap directories of all ranks. `initialized`:
+    indices of this rank's sub-groups that have state."""
 
     found: FoundCheckpoint
     directories: Mapping[tuple[str, ...], AdoptedStore]
@@ -367,10 +351,9 @@ def adopt(
     slots: Sequence[PlannedSlot],
     layouts: list[StateLayout],
 ) -> Adoption | None:
-    """Adopt an in-place commit if this run commits in place too, and every rank lays out its bytes as at the commit.
-    Return None if `found` is no in-place commit. If the commit must be loaded instead, log the reason as a warning and
-    return None. `slots`, `layouts`: this rank's planned slots, and the state layouts of its sub-groups. Collective:
-    every rank calls this. Raises StoreError if the commit is damaged or its owner is alive."""
+    """Adopt an in-place commit if every rank lays out its bytes as at the commit. Return None if `found` is no such
+    commit, or if it must be loaded instead; the reason is logged. Collective: every rank calls this. Raises StoreError
+    if the commit is damaged or its owner is alive."""
     if found.swap is None:
         return None
     swap = found.swap
@@ -429,15 +412,13 @@ def adopt(
 @final
 @dataclass(frozen=True, kw_only=True)
 class AdoptedValues:
-    """Reads the values of parameters and buffers from an adopted commit. Called on the driver thread, before the first
-    step."""
+    """Reads parameters and buffers from an adopted commit. Called on the driver thread, before the first step."""
 
     state: RunState
     copies: DurableCopies
 
     def flat(self, unit: Unit) -> torch.Tensor:
-        """Return the unit's parameters, [P] on the CPU, from its masters (rounded) or from its durable copy. Elements
-        of other ranks are zeros."""
+        """Return the unit's parameters, [P] on the CPU. Elements of other ranks are zeros."""
         if unit.index in self.state.updated_units and not self.state.view.need_params:
             return self.state.view.read_masters(unit).to(unit.dtype)
         home = self.copies.homes.get(unit.index) or self.state.inventory.home(unit, "param")
@@ -459,8 +440,8 @@ class AdoptedValues:
 
 
 def run_fingerprint(config: Config, plan: Plan, slots: Iterable[PlannedSlot], layouts: Sequence[StateLayout]) -> str:
-    """Return a hash of everything that decides where bytes lie in a run's records. A run adopts an in-place commit only
-    if the two hashes are equal."""
+    """Return a hash of everything that decides where bytes lie in a run's records. Only a run with the same hash can
+    adopt an in-place commit."""
     subgroups = [
         {
             "masters": [str(dtype) for dtype in layout.masters.dtypes],
@@ -490,8 +471,7 @@ def run_fingerprint(config: Config, plan: Plan, slots: Iterable[PlannedSlot], la
 
 
 def committing_paths(config: Config, plan: Plan) -> list[tuple[str, ...]]:
-    """Return the swap paths of each store that takes part in commits. The store with the optimizer state comes
-    first."""
+    """Return the swap paths of each store that takes part in commits, first that of the optimizer state."""
     zero = config.zero_optimization
     paths = [zero.offload_optimizer.nvme_paths]
     if plan.nbytes("nvme", "commit_param"):

@@ -1,5 +1,5 @@
-"""Define the index of a checkpoint, which says in which record and at which byte the elements of each tensor lie; list
-the tensors that a run saves.
+"""Define the index of a checkpoint: in which record, and at which byte, the elements of each tensor lie. List the
+tensors that a run saves.
 
 [Note: Portable form] A tensor has a key, and its elements are counted in memory order. Both stay the same however a run
 cuts and places the tensor. A key is `<kind>/<parameter name>`:
@@ -9,23 +9,19 @@ cuts and places the tensor. A key is `<kind>/<parameter name>`:
     param    a parameter without a master: frozen, or in no param group
     buffer   a persistent buffer
 
-An elementwise state array has the parameter's shape; the scales of 8-bit moments are 1-D, one per block of the
-parameter; an array of any other rule keeps its own shape. Parameters with a master are not saved themselves: they are
-their masters, rounded. Bytes are saved as they are stored; a tensor's form says how to compute it from them.
-
-`manifest.json` of a tag, and the metadata of an in-place commit, are a `TagManifest` in the format of record/files.py.
-A full save has its own data files, one per rank: `stores`. A commit leaves its records in the run's swap directories,
-whose manifests say where they are. Memory order is row-major in the shape permuted by `order`, which is null for a
-row-major tensor. A tensor has one of these forms:
+A parameter with a master is not saved itself: it is its master, rounded. An elementwise state array has the parameter's
+shape. The scales of 8-bit moments have one element per block of the parameter. Bytes are saved as they are stored. A
+tensor's form says how to compute its elements from them:
 
     plain       one source: the elements themselves
     joined      masters stored as remainders: sources are remainder (int16), parameter (bfloat16), and the second
-                moment (fp32), whose sign is the mark (one more bit of the master)
+                moment (fp32), whose sign is one more bit of the master
     magnitude   one source: that second moment, without its sign
     rounded     one source: the fp32 masters of a parameter that no param group holds; its elements are these, rounded
 
-Each rank makes a `Share`, and `join_shares` joins them. Input may be hostile. Types, ranges and sums are checked here,
-files by `tag.read_manifest`, places in records by `check_places`, all before anything is allocated."""
+`manifest.json` of a tag, and the metadata of an in-place commit, are a `TagManifest`. A full save has its own data
+files, one per rank. A commit leaves its records in the run's swap directories. Input may be hostile: types, sums and
+places are checked before anything is allocated."""
 
 from __future__ import annotations
 
@@ -93,8 +89,7 @@ Text = Annotated[str, Field(min_length=1, max_length=4096)]
 
 
 class StoreLocation(StrictModel):
-    """The location of a store (a set of swap files). `run_id`: the run that owns it. `paths`: the directories of its
-    files."""
+    """The location of a store (a set of swap files). `run_id`: the run that owns it. `paths`: its directories."""
 
     run_id: str
     paths: Annotated[list[Annotated[PlainPath, Field(max_length=4096)]], Field(min_length=1)]
@@ -120,8 +115,8 @@ class Source(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Elements [start, stop) of a tensor, in memory order, and the places of their bytes. `sources`: one place, or
-    several if the tensor's form stores an element in several arrays."""
+    """Elements [start, stop) of a tensor, in memory order. `sources`: where their bytes begin, one place for each
+    source of the tensor's form."""
 
     start: Count
     stop: Count
@@ -130,8 +125,7 @@ class Part(NamedTuple):
 
 class RecordName(NamedTuple):
     """The record `name` in store number `store` (a store: one set of data files). The stores of all ranks are numbered
-    in rank order; inside a share, 0 is the first store of its rank. In a full save each rank has one store. In a commit
-    a rank has the store of its state, and behind it that of its parameters if they have a store of their own."""
+    in rank order; in a share, 0 is the first store of its rank."""
 
     store: Count
     name: str
@@ -140,7 +134,7 @@ class RecordName(NamedTuple):
 @final
 class TensorEntry(StrictModel):
     """One tensor. `order`: its dimensions from the slowest to the fastest in memory; None: row-major. `parts`: in order
-    and disjoint. In a manifest they cover the tensor; in a share they are those of one rank."""
+    and disjoint; in a share only those of one rank."""
 
     dtype: str
     shape: Annotated[tuple[Annotated[int, Field(ge=0, le=_MOST_NUMEL)], ...], Field(max_length=_MOST_DIMENSIONS)]
@@ -171,8 +165,7 @@ class TensorEntry(StrictModel):
 
 
 def _check_tensors(tensors: Mapping[str, TensorEntry]) -> None:
-    """Check sizes and parts of the tensors. Raises ValueError if sizes are impossible, or parts are out of order,
-    overlap or leave a gap."""
+    """Check that the tensors have possible sizes, and parts without gap or overlap. Raises ValueError."""
     for key, entry in tensors.items():
         dtype, shape, order, form = entry.dtype, entry.shape, entry.order, entry.form
         numel, stop, found = math.prod(shape), 0, ""
@@ -206,9 +199,8 @@ def check_places(tensors: Mapping[str, TensorEntry], extents: Sequence[int]) -> 
 
 @final
 class WrittenBy(StrictModel):
-    """The program and run that wrote a tag. `kernel`: level of the update kernel. `rule`: the update rule.
-    `num_threads`: threads of a forward on the CPU; 0 if another device computes. `created_s`: seconds since the
-    epoch."""
+    """The program and run that wrote a tag. `kernel`: level of the update kernel. `num_threads`: threads of a forward
+    on the CPU; 0 if another device computes. `created_s`: seconds since the epoch."""
 
     tiered_zero: str
     torch: str
@@ -222,10 +214,9 @@ class WrittenBy(StrictModel):
 
 @final
 class TagManifest(JsonFile):
-    """The manifest of a checkpoint. `scalars` (by parameter name) and `driver` (the driver state): values encoded by
-    `to_json` of driver.py, checked when they are decoded. `stores`: the contents of a full save's data files, one for
-    each rank. `aliases`: another name of a parameter or buffer in the model's state_dict -> the name used here. `swap`:
-    where the commit is; set in a tag that points to an in-place commit."""
+    """The manifest of a checkpoint. `stores`: the contents of a full save's data files, one for each rank. `scalars`
+    (by parameter name) and `driver`: values encoded by `to_json` of driver.py. `aliases`: another name of a tensor in
+    the model's state_dict -> the name used here. `swap`: the in-place commit to which a tag points."""
 
     format_name = "tiered_zero.checkpoint"
 
@@ -287,7 +278,7 @@ def file_name(rank: int) -> str:
 
 @final
 class RankPart(StrictModel):
-    """One rank's part of a commit. `stores`: where its swap files are, the state's first. `layout`: the result of
+    """One rank's part of a commit. `stores`: where its swap files are, the state's first. `layout`: from
     `in_place.run_fingerprint`. `initialized`: indices of its sub-groups that have state."""
 
     stores: Annotated[list[StoreLocation], Field(min_length=1, max_length=2)]
@@ -299,11 +290,9 @@ class RankPart(StrictModel):
 class Share(StrictModel):
     """One rank's part of a save.
 
-    `tensors`: the tensors that it saves, each with this rank's parts only. `records`: the records of these parts;
-    `Source.record` is a position in this list. `scalars`: the scalars of this rank's parameters, as in the manifest.
-    `driver`: the rank's own part of `DriverState.capture`. `stores`: the data file that it has written in a full save.
-    `rank`: the rank's part of an in-place commit; None in a full save. `commit_id`: the id that this rank proposes for
-    that commit (rank 0's is used); "" in a full save."""
+    `tensors`: with this rank's parts only. `records`: those of the parts; `Source.record` is a position in this list.
+    `scalars`: of this rank's parameters. `driver`: the `own_state` of the rank. `stores`: its data file in a full save.
+    `rank`: its part of an in-place commit. `commit_id`: the id that it proposes for that commit; rank 0's is used."""
 
     tensors: dict[str, TensorEntry]
     records: list[RecordName]
@@ -316,7 +305,7 @@ class Share(StrictModel):
 
 def join_shares(shares: Sequence[Share]) -> dict[str, Any]:
     """Join the shares of all ranks. Return the fields `tensors`, `records` and `scalars` of TagManifest. Raises
-    StoreError if ranks disagree about a tensor, or if an element is missing or saved twice."""
+    StoreError if the ranks do not have each element once, and InternalError if their scalars differ."""
     entries: dict[str, TensorEntry] = {}
     facts: dict[str, tuple[Any, ...]] = {}
     parts: dict[str, list[Part]] = {}
@@ -360,16 +349,14 @@ VALUE_KINDS = (MASTER, PARAM, BUFFER)
 
 _READ_AHEAD = 4
 _MOST_WRITTEN = 32
-"""The most sub-groups whose writes are in flight. Sub-groups in host memory reach this limit; those on nvme run out of
-staging buffers earlier."""
+"""The most sub-groups with writes in flight."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """The objects of a run that saves and loads use: the model, its units and state, and what moves their bytes.
-    `trained`: names of parameters that have a master on any rank. `view`: this rank's state. `is_sharded`: whether each
-    rank has a part of the state; otherwise every rank has all of it. `param_staging`: staging buffers for parameters,
-    if any rest on nvme. `param_flat`: returns the flat (1-D tensor) of a unit that lives on the device."""
+    """The objects of a run that saves and loads use. `trained`: names of parameters that have a master on any rank.
+    `is_sharded`: whether each rank has only a part of the state. `param_staging`: buffers for parameters on nvme.
+    `param_flat`: returns the flat (1-D tensor) of a unit that lives on the device."""
 
     module: nn.Module
     specs: Sequence[ParamSpec]
@@ -392,9 +379,8 @@ class RunState:
 
     @cached_property
     def own_layouts(self) -> Sequence[StateLayout]:
-        """The layouts of the sub-groups that this rank saves. If state is sharded, these are all sub-groups of the
-        rank. Otherwise every rank has all sub-groups, and each is saved by one rank."""
-        layouts = self.view.layouts
+        """The layouts of the sub-groups that this rank saves."""
+        layouts = self.view.layouts  # state that is not sharded is on every rank: each sub-group is saved by one rank
         return layouts if self.is_sharded else [own for own in layouts if self._is_own(own.subgroup.index)]
 
     def is_part(self, unit: Unit) -> bool:
@@ -403,13 +389,11 @@ class RunState:
         return home is not None and home.slot.nbytes < unit.nbytes
 
     def saved_units(self, with_frozen: bool = True) -> list[Unit]:
-        """Return the units that this rank saves and no update writes. If ranks have shards of a unit, each saves its
-        own. A unit that every rank has whole is saved by one rank. `with_frozen`: False leaves out frozen units; what
-        remains are trainable parameters in no param group."""
+        """Return the units that this rank saves and no update writes. `with_frozen`: False leaves out frozen units."""
         return [
             unit
             for unit in self.units
-            if (self._is_own(unit.index) or self.is_part(unit))
+            if (self._is_own(unit.index) or self.is_part(unit))  # a unit that is whole on all ranks is saved by one
             and unit.index not in self.updated_units
             and (with_frozen or unit.trainable)
         ]
@@ -427,7 +411,7 @@ class RunState:
 
     @cached_property
     def aliases(self) -> dict[str, str]:
-        """Maps each further name of a parameter or buffer in `state_dict()` to the name under which it is saved."""
+        """Maps each further name of a tensor in `state_dict()` to the name under which the tensor is saved."""
         saved = {spec.name for spec in self.specs} | {name for name, _ in self.named_buffers()}
         names: dict[int, list[str]] = {}
         for name, tensor in state_tensors(self.module):
@@ -440,8 +424,8 @@ class RunState:
 
 
 def state_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) for the parameters and persistent buffers of `model.state_dict()`, with its names. A tied
-    tensor is yielded under each of its names."""
+    """Yield the parameters and persistent buffers of `model.state_dict()`, with their names. A tied tensor is yielded
+    once for each name."""
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = path and f"{path}."
         for name, param in module._parameters.items():
@@ -458,13 +442,9 @@ def run_ahead(
     begin: Callable[[StateLayout], tuple[SubGroupWork, Callable[[], None]] | None],
     retire: Callable[[SubGroupWork], None] = lambda written: None,
 ) -> None:
-    """Save or load sub-groups in order: begin, process and retire each; begin several before the first is processed.
-
-    `begin`: starts to read a sub-group. Returns None while no buffer is free, else the work and a function that waits
-    for the reads and starts the writes (it adds them to the work's `writes`). `retire`: called with a work when its
-    writes are done. If `begin`, its function or `retire` raises, first wait until nothing uses a buffer. The update has
-    a loop of its own (`UpdatePipeline`): it takes sub-groups as their gradients come, skips some, and reads ahead from
-    step to step."""
+    """Save or load sub-groups in order. Several are begun before the first is processed. `begin`: starts to read a
+    sub-group. It returns None while no buffer is free, else the work and a function that waits for the reads and starts
+    the writes. `retire`: called with a work when its writes are done. An error is raised once nothing uses a buffer."""
     waiting, begun, written = deque(layouts), deque[tuple[SubGroupWork, Callable[[], None]]](), deque[SubGroupWork]()
 
     def finish() -> None:
@@ -497,8 +477,7 @@ def run_ahead(
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in manifests: "float32" for torch.float32. Raises StoreError for a dtype that a
-    checkpoint cannot hold."""
+    """Return the name of a dtype in manifests, such as "float32". Raises StoreError if a checkpoint cannot hold it."""
     name = str(dtype).removeprefix("torch.")
     if name not in ITEMSIZES:
         raise StoreError(f"A checkpoint cannot hold a tensor of {dtype}; it can hold {', '.join(sorted(ITEMSIZES))}.")
@@ -507,8 +486,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @cache
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the dtype of this name, which comes from a checked manifest. Raises StoreError if this PyTorch does not
-    have it."""
+    """Return the dtype of a name from a manifest. Raises StoreError if this PyTorch does not have it."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise StoreError(f"PyTorch {torch.__version__} has no dtype {name}, which this checkpoint needs.")
@@ -519,8 +497,8 @@ def torch_dtype(name: str) -> torch.dtype:
 def describe(
     dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...] | None = None, form: Form = "plain"
 ) -> TensorEntry:
-    """Return a manifest's entry for a tensor, without parts. `order`: see `TensorEntry`. `form`: see [Note: Portable
-    form]. Raises StoreError for a dtype that a checkpoint cannot hold."""
+    """Return a manifest's entry for a tensor, without parts. `form`: see [Note: Portable form]. Raises StoreError for a
+    dtype that a checkpoint cannot hold."""
     return TensorEntry(dtype=dtype_name(dtype), shape=tuple(shape), order=order, form=form)
 
 
@@ -546,12 +524,9 @@ Place = tuple[RecordName, int]
 
 
 class RecordPlaces(NamedTuple):
-    """Says in which records a save writes this rank's part.
-
-    `state`: a function that returns the record of a sub-group's slot. `params`: a function that returns the place of a
-    segment's parameters; called only with state_format bf16_remainder, where parameters are half of the masters.
-    `unit`: a function that returns the record of a unit that no update writes; it holds this rank's elements.
-    `buffers`: the record of all buffers, laid out by `pack`; None if this rank saves none."""
+    """Says in which records a save writes this rank's part. `state`: returns the record of a sub-group's slot.
+    `params`: returns the place of a segment's parameters; called only with state_format bf16_remainder. `unit`: returns
+    the record of a unit that no update writes. `buffers`: the record of all buffers; None if this rank saves none."""
 
     state: Callable[[StateLayout], RecordName]
     params: Callable[[StateLayout, Segment], Place]
@@ -560,8 +535,8 @@ class RecordPlaces(NamedTuple):
 
 
 def copied_places(scalars: Scalars) -> RecordPlaces:
-    """Return the names of a full save's records. A sub-group's record holds its slot, then its parameters if they are
-    half of its masters. `scalars`: say which sub-groups have state."""
+    """Return where a full save writes. A sub-group's record holds its slot, then its parameters if they are half of its
+    masters. `scalars`: say which sub-groups have state."""
 
     def state(layout: StateLayout) -> RecordName:
         return RecordName(0, f"state/{layout.subgroup.index}")
@@ -576,9 +551,8 @@ def copied_places(scalars: Scalars) -> RecordPlaces:
 def committed_places(
     state: RunState, tiers: Sequence[object], copies: Mapping[int, Home], buffers: Home | None
 ) -> RecordPlaces:
-    """Return the names of the records in the swap files that the run uses. `tiers`: the nvme tiers of this rank that
-    are committed, in order. `copies`: unit index -> home (slot) of the unit's durable copy. `buffers`: home of the
-    buffers' copy."""
+    """Return where a commit's records lie in the swap files. `tiers`: this rank's nvme tiers that are committed, in
+    order. `copies`: unit index -> home of the unit's durable copy. `buffers`: home of the buffers' copy."""
 
     def name(home: Home) -> RecordName:
         return RecordName(tiers.index(home.tier), home.slot.name)
@@ -599,13 +573,12 @@ def committed_places(
 
 
 def state_nbytes(layout: StateLayout, scalars: Scalars) -> int:
-    """Return how many bytes of a sub-group's slot are in use: masters and state, or masters alone if there is no state
-    yet."""
+    """Return how many bytes of a sub-group's slot are in use: its masters, and its state if it has some."""
     return layout.nbytes if scalars.has_state(layout) else layout.master_nbytes
 
 
 def pack(buffers: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor, int]]:
-    """Lay out all buffers in one record. Yield the name of each non-empty buffer, the buffer, and its first byte in the
+    """Lay out all buffers in one record. Yield each non-empty buffer's name, the buffer, and its first byte in the
     record."""
     position = 0
     for name, buffer in buffers:
@@ -616,8 +589,7 @@ def pack(buffers: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, tor
 
 
 _Row = tuple[str, TensorEntry, int, int, Sequence[Place]]
-"""(key, entry, start, stop, places): elements [start, stop) of the tensor with this key, and the place of their bytes
-in each source of the tensor's form."""
+"""(key, entry, start, stop, places): elements [start, stop) of a tensor, and their place in each source of its form."""
 
 
 def list_tensors(
@@ -628,8 +600,8 @@ def list_tensors(
     *,
     with_frozen: bool = True,
 ) -> tuple[dict[str, TensorEntry], list[RecordName]]:
-    """Return this rank's tensors, each with this rank's parts, and the records that hold these parts. `buffers`: the
-    model's buffers, by name, if this rank saves them. `with_frozen`: also save frozen parameters. Any thread."""
+    """Return this rank's tensors, with this rank's parts only, and the records of these parts. `buffers`: the model's
+    buffers, if this rank saves them. Any thread."""
     numbers: dict[RecordName, int] = {}
     found: dict[str, tuple[TensorEntry, list[Part]]] = {}
     rows = chain(
@@ -674,8 +646,7 @@ def _list_subgroup(state: RunState, places: RecordPlaces, scalars: Scalars, layo
 
 
 def _list_units(state: RunState, places: RecordPlaces, with_frozen: bool) -> Iterator[_Row]:
-    """Yield the parameters that no update writes, frozen ones only if `with_frozen`. On rank 0, also yield the
-    parameters without elements, which are in no unit."""
+    """Yield the parameters that no update writes. Rank 0 also yields those without elements, which are in no unit."""
     for unit in state.saved_units(with_frozen):
         home, record = state.inventory.find(unit, "param"), places.unit(unit)
         here = slice(0, unit.numel) if home is None else home.elements(unit)

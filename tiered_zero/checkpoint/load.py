@@ -1,8 +1,5 @@
 """Load a checkpoint: compare it with a run, read its tensors, write them to the run's homes (the slots on its tiers).
-
-A checkpoint's parts and a run's homes both hold ranges of a tensor's elements in memory order. So a binary search finds
-the parts that a home needs, however the saving run had cut, placed and formatted its tensors. Everything is compared
-and checked before a byte of the run changes."""
+Everything is compared and checked before a byte of the run changes."""
 
 from __future__ import annotations
 
@@ -50,8 +47,7 @@ logger = logging.getLogger("tiered_zero")
 _BLOCK = QUANTIZED_BLOCK_NUMEL
 _NUM_NAMED = 5
 _CONVERTED_AHEAD = 2
-"""The most sub-groups that are read at once if their values must be converted, which takes memory besides their
-state."""
+"""The most sub-groups to read ahead if their values must be converted, which takes more memory."""
 
 _STEP_NUMEL = 1 << 15
 """`torch.Tensor.copy_` converts up to this many elements on the calling thread alone (at::internal::GRAIN_SIZE)."""
@@ -64,8 +60,7 @@ _FACTS = {
     "world_size": "a number of ranks of",
     "num_threads": "a number of CPU threads of",
 }
-"""Fields of `WrittenBy` -> their names in messages. Later steps may give other bits if one of them differs.
-`state_format` is left out, because the loader checks it."""
+"""Fields of `WrittenBy` -> their names in messages. If one of them differs, later steps may give other bits."""
 
 
 # -- matching ----------------------------------------------------------------------------------------------------------
@@ -74,30 +69,25 @@ _FACTS = {
 @final
 @dataclass(frozen=True, kw_only=True)
 class Matched:
-    """The checkpoint's keys from which a run's values are loaded. `params`: parameter name -> key of its value; a
-    parameter that is not here keeps its value. `states`: parameter name -> its saved scalars, such as the step count;
-    only parameters whose optimizer state is loaded are here, and neighbours with equal scalars share one dict.
-    `buffers`: buffer name -> key."""
+    """The checkpoint's keys from which a run's values are loaded. `params`: parameter name -> key. `buffers`: buffer
+    name -> key. `states`: parameter name -> saved scalars, such as the step count; only parameters that load optimizer
+    state."""
 
     params: dict[str, str] = field(default_factory=dict)
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
     buffers: dict[str, str] = field(default_factory=dict)
 
     def scalars(self, layout: StateLayout) -> dict[int, dict[str, Any]]:
-        """Return the scalars of a sub-group's pieces, by the piece's index. A piece whose state is not loaded is left
-        out."""
+        """Return the scalars of a sub-group's pieces, by the piece's index, of those that load optimizer state."""
         names = {piece.index: piece.param.name for piece in layout.subgroup.pieces}
         return {index: self.states[name] for index, name in names.items() if name in self.states}
 
 
 def match(state: RunState, manifest: TagManifest, *, strict: bool, with_state: bool, convert: bool) -> Matched:
-    """Find the keys of a checkpoint from which a run's values are loaded, and check their shapes and dtypes. Reads no
-    values.
-
-    `strict`: the checkpoint must have every parameter and buffer of the model, and no other; False: log the
-    differences. `with_state`: also load optimizer state; False: the run's state starts anew. `convert`: allow rounding
-    state to the run's state format. Raises ModelError if the checkpoint is of another model, StoreError if values
-    cannot be read, and ConfigError if state would be rounded and `convert` is False."""
+    """Find the keys of a checkpoint from which a run's values are loaded, and check their shapes and dtypes. `strict`:
+    refuse missing and unexpected names; False: log them. `with_state`: also load optimizer state. `convert`: allow
+    rounding state to the run's format. Raises ModelError for another model, StoreError for values that cannot be read,
+    and ConfigError for rounding that is not allowed."""
     tensors, params, missing = manifest.tensors, dict[str, str](), list[str]()
     for spec in state.specs:
         names = (spec.name, *spec.aliases)  # the checkpoint may have a tied parameter under another of its names
@@ -122,9 +112,8 @@ def match(state: RunState, manifest: TagManifest, *, strict: bool, with_state: b
 
 
 def differences(written_by: Mapping[str, Any], now: Mapping[str, Any]) -> Sequence[str]:
-    """Compare the run that wrote a checkpoint with this run. Return a line for each difference that may change bits,
-    such as torch's version. `written_by`, `now`: the fields of `WrittenBy` for the two runs. The state format is not
-    compared, because the loader checks it."""
+    """Return a line for each difference between two runs that may change bits, such as torch's version. `written_by`,
+    `now`: the fields of `WrittenBy` for the saving run and for this one."""
     lines = []
     for name, what in _FACTS.items():
         then, here = written_by.get(name), now.get(name)
@@ -176,9 +165,8 @@ def _check_value(key: str, entry: TensorEntry, shape: tuple[int, ...], dtype: to
 def _match_states(
     view: StateView, manifest: TagManifest, params: Mapping[str, str], convert: bool
 ) -> dict[str, dict[str, Any]]:
-    """Check the optimizer state of each parameter that has some in the checkpoint, and return `Matched.states`.
-    `params`: see `Matched`. `convert`: allow that arrays are rounded. Raises ModelError for the state of another rule,
-    StoreError for scalars that cannot be read, and ConfigError if arrays would be rounded without `convert`."""
+    """Check the optimizer state of each parameter in the checkpoint, and return `Matched.states`. `params`: see
+    `Matched`. `convert`: see `match`. Raises ModelError, StoreError, ConfigError."""
     tag, written_by = manifest.tag, manifest.written_by
     if manifest.scalars and written_by.rule != view.rule.name:
         raise ModelError(
@@ -220,9 +208,8 @@ def _match_states(
 def _check_arrays(
     view: StateView, manifest: TagManifest, layout: StateLayout, piece: ParamPiece, name: str, kinds: Iterable[str]
 ) -> int:
-    """Check the state arrays of one parameter, and return how many of them would be rounded. `piece`: a piece of the
-    parameter. `name`: its name in the checkpoint. `kinds`: all kinds of state arrays in the checkpoint. Raises
-    ModelError if the update rule needs other arrays or shapes."""
+    """Check the state arrays of one parameter, and return how many of them would be rounded. `name`: its name in the
+    checkpoint. `kinds`: all kinds of state arrays there. Raises ModelError."""
     tensors, tag, rule = manifest.tensors, manifest.tag, view.rule
     fields = {own.name: own for own in layout.fields(piece)}
     saved = _arrays({kind for kind in kinds if f"{kind}/{name}" in tensors})
@@ -259,8 +246,8 @@ def _check_arrays(
 
 
 def _arrays(kinds: Iterable[str]) -> dict[str, bool]:
-    """Map each kind of state array to whether its arrays hold 8-bit codes. They do if `kinds` also names arrays of
-    scales for them. The arrays of scales are left out."""
+    """Map each kind of state array to whether it holds 8-bit codes: whether `kinds` also has scales for it. Leave out
+    the scales."""
     own = dict.fromkeys(kinds).keys()  # in order
     return {kind: f"{kind}_scale" in own for kind in own if kind.removesuffix("_scale") not in own - {kind}}
 
@@ -269,9 +256,8 @@ def _arrays(kinds: Iterable[str]) -> dict[str, bool]:
 
 
 class Target(NamedTuple):
-    """A request to fill memory with elements of the tensor `key`. `values`: the memory, 1-D, of any dtype and device.
-    `order`: the order in which `values` lays out the elements: the tensor's dimensions, slowest first; None: row-major.
-    `start`: the first element, counted in this order."""
+    """A request to fill `values` (1-D, any dtype and device) with elements of the tensor `key`, from `start` on.
+    `order`: the memory order in which elements are counted (see `TensorEntry`)."""
 
     key: str
     start: int
@@ -281,12 +267,11 @@ class Target(NamedTuple):
 
 @final
 class TensorReader:
-    """Reads tensors from a tag or an in-place commit. One thread uses it. `close`, or the end of a `with` block, closes
-    it."""
+    """Reads tensors from a tag or an in-place commit. One thread uses it; the end of a `with` block closes it."""
 
     def __init__(self, manifest: TagManifest, records: RecordReader, resources: ExitStack | None = None) -> None:
-        """`manifest`: says where each tensor's bytes are. `records`: reads these bytes. `resources`: closed with the
-        reader. Raises ValueError if a tensor lies outside its records."""
+        """`records`: reads the bytes. `resources`: closed with the reader. Raises ValueError if a tensor lies outside
+        its records."""
         check_places(manifest.tensors, [records.extent_nbytes(*name) for name in manifest.records])
         self.manifest = manifest
         self._records = records
@@ -304,8 +289,8 @@ class TensorReader:
         self._resources.close()
 
     def submit(self, targets: Iterable[Target]) -> Callable[[], None]:
-        """Begin to fill `targets`. Return a function that waits until they are filled. Raises TransferError and
-        StoreError; the returned function raises CorruptionError and TransferError."""
+        """Begin to fill `targets`, and return a function that waits for them. Raises TransferError and StoreError; the
+        function raises CorruptionError and TransferError."""
         wanted: list[Wanted] = []
         copies: list[Callable[[], None]] = []
         for target in targets:
@@ -343,8 +328,7 @@ class TensorReader:
         return self._records.damage()
 
     def _wanted(self, entry: TensorEntry, start: int, values: torch.Tensor) -> list[Wanted]:
-        """Return the requests for reading a tensor's elements from `start` on into `values`, one for each source of
-        each part."""
+        """Return the requests that read a tensor's elements from `start` on into `values`."""
         found, stop, dtype = [], start + values.numel(), torch_dtype(entry.dtype)
         if entry.form == "joined":
             values.zero_()
@@ -370,8 +354,7 @@ def _take(
     into: torch.Tensor, read_dtype: torch.dtype, dtype: torch.dtype, form: str, at: int, memory: memoryview
 ) -> None:
     """Convert the elements in `memory` from `read_dtype` to `dtype`, and copy them to their place in `into`, the memory
-    for all elements of one request. For the form "magnitude" make them positive. `at`: how many bytes of the request
-    come before `memory`."""
+    of the whole request. `at`: the bytes of the request before `memory`."""
     values = torch.frombuffer(memory, dtype=read_dtype).to(dtype)
     own = into[at // read_dtype.itemsize :][: values.numel()]
     copy_values(own, values)
@@ -380,27 +363,22 @@ def _take(
 
 
 _SUMMANDS = ((torch.int16, 0), (torch.int16, 16), (torch.float32, 16))
-"""A master's bits are the sum of its remainder, its parameter and its mark, which is the sign of the second moment
-([Note: bf16 and remainder]). For each of the three: the dtype in which it is stored, and the bits by which it is
-shifted."""
+"""The sum of three summands gives a master's bits: its remainder, its parameter, and the sign of its second moment
+([Note: bf16 and remainder]). For each: the dtype in which it is stored, and the bits by which it is shifted."""
 
 
 def _add(bits: torch.Tensor, dtype: torch.dtype, shift: int, at: int, memory: memoryview) -> None:
-    """Add one of the three summands of masters (`_SUMMANDS`) to `bits`, the masters as int32.
-
-    The summand is the elements in `memory`, of `dtype`, shifted left by `shift` bits. If `dtype` is a float, take the
-    sign bits of the elements instead. `at`: see `_take`. Few elements are added at a time: temporaries stay small, and
-    torch starts no further threads."""
+    """Add one of the summands of masters (`_SUMMANDS`) to `bits`, the masters as int32. `memory`: the summand's
+    elements; of floats only the signs are added. `at`: see `_take`."""
     read = torch.frombuffer(memory, dtype=dtype)
     values, first = read.signbit() if dtype.is_floating_point else read, at // dtype.itemsize
-    for start in range(0, values.numel(), _STEP_NUMEL):
+    for start in range(0, values.numel(), _STEP_NUMEL):  # temporaries stay small, and torch starts no threads
         own = values[start : start + _STEP_NUMEL].to(bits.device, torch.int32)
         bits[first + start : first + start + own.numel()].add_(own << shift)
 
 
 def _permute(whole: torch.Tensor, entry: TensorEntry, target: Target) -> None:
-    """Fill a target whose memory order differs from the checkpoint's. `whole`: all elements of the tensor, in the
-    checkpoint's memory order."""
+    """Fill a target from `whole`, all elements of its tensor in the checkpoint's other memory order."""
     dims = range(len(entry.shape))
     values = whole.view(entry.memory_shape)
     if entry.order is not None:
@@ -410,9 +388,8 @@ def _permute(whole: torch.Tensor, entry: TensorEntry, target: Target) -> None:
 
 
 def copy_values(into: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy `values` to `into`, of the same shape. Contiguous CPU memory is copied on this thread alone.
-    `torch.Tensor.copy_` divides even 2 MiB among all of PyTorch's threads and waits for them: on busy processors this
-    took 2.5 times as long, and for 4 MiB up to 10 times."""
+    """Copy `values` to `into`, of the same shape. Contiguous CPU memory is copied on this thread alone."""
+    # copy_ of 2 MiB waits for all of torch's threads: on busy processors it takes 2.5 times as long
     plain = into.is_contiguous() and values.is_contiguous() and into.is_cpu and values.is_cpu
     if plain and into.dtype == values.dtype:
         ctypes.memmove(into.data_ptr(), values.data_ptr(), values.nbytes)
@@ -429,11 +406,8 @@ def copy_values(into: torch.Tensor, values: torch.Tensor) -> None:
 
 @final
 class StateLoader:
-    """Writes the values of a checkpoint to a run, sub-group by sub-group. Called on the driver thread, while no update
-    runs and no state is read ahead.
-
-    While one sub-group is completed, the next ones are read. Masters and state are read straight into their homes in
-    memory, or into a staging buffer. Parameters with a master are not read: they are the masters, rounded."""
+    """Writes the values of a checkpoint to a run. Called on the driver thread, while no update runs and no state is
+    read ahead."""
 
     def __init__(self, state: RunState, reader: TensorReader, matched: Matched) -> None:
         self._state = state
@@ -444,7 +418,7 @@ class StateLoader:
         self._num_converted = 0
         """The number of sub-groups being read that need a conversion (see `_CONVERTED_AHEAD`)."""
         self._joined: list[torch.Tensor] = []
-        """Free memory for masters that are stored as remainders; the next sub-group may use it."""
+        """Memory for masters that are stored as remainders, free for the next sub-group."""
 
     def load(self) -> None:
         """Load everything. If this raises, some values are new and some old. Raises CorruptionError, StoreError,
@@ -470,8 +444,8 @@ class StateLoader:
     # -- masters and state ---------------------------------------------------------------------------------------------
 
     def _begin(self, layout: StateLayout) -> tuple[SubGroupWork, Callable[[], None]] | None:
-        """Begin to read a sub-group's values. Return its work, and a function that waits for the values and begins to
-        write them. Return None while no staging buffer is free, or while too many sub-groups need a conversion."""
+        """Begin to read a sub-group. Return its work, and a function that waits for the values and begins to write
+        them. Return None while no buffer is free, or too many sub-groups need a conversion."""
         if self._num_converted == _CONVERTED_AHEAD:
             return None
         io, has_state = self._io, self._view.scalars.has_state(layout)
@@ -507,8 +481,8 @@ class StateLoader:
         return work, end
 
     def _end(self, work: SubGroupWork, masters: torch.Tensor, stepped: Sequence[ParamPiece]) -> None:
-        """Finish a sub-group after its masters and state were read: compute its parameters, initialize missing state,
-        and begin to write. `stepped`: the pieces whose state was loaded."""
+        """Complete a sub-group after the read: compute its parameters, initialize missing state, begin to write.
+        `stepped`: the pieces with loaded state."""
         layout = work.layout
         for segment, out in zip(layout.subgroup.segments, work.outs, strict=True):
             own = masters[segment.start : segment.stop]
@@ -530,10 +504,9 @@ class StateLoader:
     def _masters(
         self, layout: StateLayout, work: SubGroupWork, keeps: bool, filled: Sequence[tuple[int, int]]
     ) -> torch.Tensor:
-        """Return memory for a sub-group's masters, [numel] fp32. If the slot stores whole masters, it is the slot's own
-        memory, with zeros outside of `filled`, the ranges of parameters. If it stores remainders, it is a new array:
-        the present masters if `keeps`, else zeros. `keeps`: whether the checkpoint lacks a parameter of the sub-group,
-        which then keeps its value."""
+        """Return memory for a sub-group's masters, [numel] fp32: the slot's own or, if it stores remainders, a new
+        array. `keeps`: whether the checkpoint lacks a parameter, which keeps its value. `filled`: the ranges of
+        parameters."""
         numel, device = layout.subgroup.numel, work.raw.device
         if not layout.masters.needs_params:
             masters = layout.master(work.raw)
@@ -551,8 +524,8 @@ class StateLoader:
     def _state_targets(
         self, layout: StateLayout, raw: torch.Tensor, stepped: Sequence[ParamPiece]
     ) -> tuple[list[Target], list[Callable[[], object]]]:
-        """Return the targets for reading the state of the pieces `stepped` into the slot's bytes `raw`. Also return the
-        functions that convert state which was saved in another format; call them once the targets are filled."""
+        """Return the targets for the state of the pieces `stepped`, and functions that convert state of another format.
+        Call these once the targets are filled. `raw`: the slot's bytes."""
         elementwise, tensors = self._view.rule.elementwise, self._reader.manifest.tensors
         targets: list[Target] = []
         conversions: list[Callable[[], object]] = []
@@ -585,7 +558,7 @@ class StateLoader:
     # -- parameters without a master -----------------------------------------------------------------------------------
 
     def _load_unit(self, unit: Unit) -> None:
-        """Load a unit that no update writes: write its parameters to each of its homes."""
+        """Write the parameters of a unit that no update writes to each of its homes."""
         inventory = self._state.inventory
         homes = [home for kind in ("param", "param_back") if (home := inventory.find(unit, kind)) is not None]
         if inventory.find(unit, "param") is None:
@@ -598,12 +571,11 @@ class StateLoader:
                 self._load_windows(unit, home)
 
     def _load_windows(self, unit: Unit, home: Home) -> None:
-        """Write a unit to its home on nvme, in the same pieces in which it was written first. Each checksum then covers
-        one whole piece."""
+        """Write a unit to its home on nvme, in the pieces in which it was written first."""
         staging = self._state.param_staging
         assert staging is not None, "a tier without views is planned with staging buffers"
         keeps = self._keeps_values([unit])
-        for start in range(0, home.slot.nbytes, staging.buffer_nbytes):
+        for start in range(0, home.slot.nbytes, staging.buffer_nbytes):  # one checksum covers one whole piece
             with staging.lease(min(staging.buffer_nbytes, home.slot.nbytes - start), home.slot.name) as lease:
                 if keeps:
                     home.tier.read(home.slot, lease, start).wait()
@@ -625,8 +597,7 @@ class StateLoader:
 
 
 def _params_of(layout: StateLayout) -> list[tuple[ParamSpec, int, tuple[int, int]]]:
-    """Return each parameter with elements in a sub-group: the parameter, the first of these elements, and their range
-    in the sub-group."""
+    """Return each parameter in a sub-group, the first of its elements there, and their range in the sub-group."""
     found = []
     for segment in layout.subgroup.segments:
         before = segment.start - segment.unit_start

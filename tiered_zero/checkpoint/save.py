@@ -1,7 +1,5 @@
-"""Save one rank's part of a run to a tag (one saved checkpoint): capture it, write it, publish the tag.
-
-`Capture.take` copies what a script may change, `Capture.write` writes this rank's share, and `Capture.publish` joins
-the shares of all ranks and gives the tag its name. `AsyncSave` writes and publishes during training."""
+"""Save one rank's part of a run to a tag (one saved checkpoint): capture it, write it, publish the tag. `AsyncSave`
+writes and publishes during training."""
 
 from __future__ import annotations
 
@@ -45,8 +43,8 @@ from tiered_zero.version import __version__
 logger = logging.getLogger("tiered_zero")
 
 _MOST_COPIED_NBYTES = 64 * MIB
-"""The most bytes of units on the device that an asynchronous save copies before it returns. If there are more, nothing
-is copied, and the save returns once all is written."""
+"""The most bytes of units on the device that an asynchronous save copies. If there are more, it copies none, and
+returns once all is written."""
 
 
 def written_by(rule: UpdateRule, config: Config, runtime: Runtime) -> dict[str, Any]:
@@ -67,11 +65,9 @@ def written_by(rule: UpdateRule, config: Config, runtime: Runtime) -> dict[str, 
 class Capture:
     """Copies of what a script may change while a save is written. Made on the driver thread; written on any thread.
 
-    `fields`: fields of the manifest. `needed_nbytes`: the most bytes of data that this rank will write. `buffers`:
-    copies of the model's buffers, by name. `params`: unit index -> a copy of a unit that lives on the device.
-    `may_return`: whether everything that a script may change is copied, so that an asynchronous save may return before
-    it is written. `with_frozen`: save frozen parameters too. `save_latest`: write the tag's name to the file
-    `latest`."""
+    `fields`: fields of the manifest. `needed_nbytes`: the most bytes that this rank will write. `buffers`: copies of
+    the model's buffers. `params`: unit index -> a copy of a unit on the device. `may_return`: whether an asynchronous
+    save may return before it is written."""
 
     fields: Mapping[str, Any]
     needed_nbytes: int
@@ -85,9 +81,8 @@ class Capture:
     def take(
         cls, state: RunState, fields: Mapping[str, Any], *, has_files: bool, with_frozen: bool, save_latest: bool
     ) -> Capture:
-        """Copy what a script may change. `fields`: fields of the manifest; this call adds the time to them.
-        `has_files`: whether the save writes data files; False if it commits the swap files in place, and nothing is
-        copied."""
+        """Copy what a script may change. `fields`: fields of the manifest, without the time. `has_files`: False if the
+        save commits the swap files in place; nothing is then copied."""
         named = list(state.named_buffers()) if has_files and state.runtime.collectives.rank == 0 else []
         buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in named}
         units = state.saved_units(with_frozen) if has_files else []
@@ -112,8 +107,8 @@ class Capture:
         free: Callable[[int], None] = lambda subgroup: None,
     ) -> Share:
         """Write this rank's data, and begin to make it durable. Return the rank's share of the manifest. `ready`:
-        completes when the device has computed all that is saved. `free`: called with the index of each sub-group once
-        the save no longer reads its bytes."""
+        completes when the device has computed all that is saved. `free`: called with the index of each sub-group that
+        the save no longer reads."""
         ready.wait()
         tensors, records = list_tensors(
             state, copied_places(scalars), scalars, self.buffers.items(), with_frozen=self.with_frozen
@@ -129,32 +124,27 @@ class Capture:
         )
 
     def publish(self, tag: TagWriter, shares: Sequence[Share]) -> None:
-        """Join the shares of all ranks, and publish the tag. The caller has made all data durable, except the last
-        writes of this rank, which this call makes durable."""
+        """Publish the tag with the shares of all ranks. The data of the other ranks must be durable."""
         driver = join_states(self.fields["driver"], [share.driver for share in shares])
         tag.publish({**self.fields, "driver": driver}, shares, save_latest=self.save_latest)
 
 
 @final
 class AsyncSave:
-    """Writes saves during training, one at a time. Called on the driver thread.
-
-    Holds no reference to the engine. The list of functions that close the run holds `wait`, and so keeps this object
-    alive; a reference from here would keep the engine alive, too."""
+    """Writes saves during training, one at a time. Called on the driver thread."""
 
     def __init__(self) -> None:
+        # no reference to the engine: the functions that close the run hold `wait`, and would keep the engine alive
         self.tag: TagWriter | None = None
         """The tag of the save under way; None if there is none."""
         self._cut: Transfer = COMPLETED
-        """Completes once the save has begun, between two updates. Carries the error of an update that failed before
-        that."""
+        """Completes once the save has begun, between two updates. Carries the error of an update before that."""
         self._end = Completion()
         """Completes when the tag is published or discarded; carries the error of the save."""
 
     def start(self, state: RunState, policy: UpdatePolicy, tag: TagWriter, capture: Capture, ready: Transfer) -> None:
-        """Begin a save as soon as the update under way has ended. Return once everything that a script may change is
-        copied or written. A later update waits only before it changes a sub-group that is not written yet. `ready`: see
-        `Capture.write`."""
+        """Begin a save between two updates. Return once everything that a script may change is copied or written.
+        `ready`: see `Capture.write`."""
         end = Completion()
         try:
             cut = policy.at_cut(partial(_begin_during_training, state, tag, capture, ready, end))
@@ -166,8 +156,7 @@ class AsyncSave:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the save under way, if there is one, and raise its error, once. If an update failed before the save
-        could begin, only discard the tag and log that: the engine raises the update's error."""
+        """Wait for the save under way, if there is one, and raise its error, once."""
         tag, end = self.tag, self._end
         if tag is None:
             return
@@ -178,14 +167,14 @@ class AsyncSave:
             self.tag = None
             if end.done():
                 raise
-            tag.discard()
+            tag.discard()  # an update failed before the save began; the engine raises the update's error
             logger.error("checkpoint %s was not written: %s", tag.tag, error)
         self.tag = None
 
 
 def _begin_during_training(state: RunState, tag: TagWriter, capture: Capture, ready: Transfer, end: Completion) -> None:
-    """Start to write and publish the tag on the lane `save`. Called between two updates, on the thread that runs them.
-    `end`: completes when the tag is published, and carries the save's error."""
+    """Start to write and publish the tag on the lane `save`. Called between two updates. `end`: completes when the tag
+    is published, and carries the save's error."""
     held, read = {layout.subgroup.index: Completion() for layout in state.view.layouts}, Completion()
 
     def write() -> None:
@@ -216,17 +205,16 @@ def _begin_during_training(state: RunState, tag: TagWriter, capture: Capture, re
 
 
 SCRATCH_NBYTES = MIB
-"""The size of a scratch buffer: one checksum chunk of a record. Bytes that are not page-aligned are copied to such
-buffers before they are written."""
+"""The size of a scratch buffer for bytes that are not page-aligned: one checksum chunk of a record."""
 
 NUM_SCRATCH = 8
 
 
 @final
 class StateSaver:
-    """Writes everything that this rank saves, once. One thread uses it. `scalars`: the scalars of the state to save,
-    such as step counts. `free`: called with the index of each sub-group once an update may change it again. Everything
-    else that is saved must stay unchanged until the save ends."""
+    """Writes everything that this rank saves, once. One thread uses it. `scalars`: those of the state to save, such as
+    step counts. `free`: called with the index of each sub-group that updates may change again. All else must stay
+    unchanged until the save ends."""
 
     def __init__(self, state: RunState, scalars: Scalars, writer: RecordWriter, free: Callable[[int], None]) -> None:
         self._state = state
@@ -242,9 +230,8 @@ class StateSaver:
         """Transfers under way, each with the scratch buffer that is free after it, or None."""
 
     def save(self, buffers: Mapping[str, torch.Tensor], params: Mapping[int, torch.Tensor], with_frozen: bool) -> None:
-        """Write everything, and wait for it. `buffers`: the model's buffers on the CPU, by name. `params`: unit index
-        -> a copy of a unit on the device; other units are read from their homes or the device. `with_frozen`: whether
-        frozen parameters are saved, too. Raises the first error, once nothing uses the run's memory."""
+        """Write everything, and wait for it. `buffers`: on the CPU, by name. `params`: unit index -> a copy of a unit
+        on the device. Raises the first error, once nothing uses the run's memory."""
         try:
             layouts = self._state.own_layouts
             run_ahead(self._io, layouts, self._begin, lambda work: self._free(work.layout.subgroup.index))
@@ -288,8 +275,7 @@ class StateSaver:
     # -- parameters without a master, and buffers ----------------------------------------------------------------------
 
     def _send_unit(self, unit: Unit, copied: torch.Tensor | None) -> None:
-        """Write a unit that no update writes, or this rank's shard of it. `copied`: a copy of a unit on the device;
-        None: read the unit."""
+        """Write a unit that no update writes, or this rank's shard of it. `copied`: a copy of the unit, or None."""
         name, home = self._places.unit(unit).name, self._state.inventory.find(unit, "param")
         if home is None:
             self._send(name, as_bytes(self._state.param_flat(unit) if copied is None else copied))
@@ -299,11 +285,10 @@ class StateSaver:
             self._in_flight += [(written, None) for written in self._send(name, raw[: home.slot.nbytes])]
 
     def _windows(self, unit: Unit) -> Iterator[torch.Tensor]:
-        """Yield the bytes of a unit on nvme, in the pieces in which they were written: only whole pieces can be
-        verified."""
+        """Yield the bytes of a unit on nvme, in the pieces in which they were written."""
         home, staging = self._state.inventory.home(unit, "param"), self._state.param_staging
         assert staging is not None, "a tier without views is planned with staging buffers"
-        for start in range(0, home.slot.nbytes, staging.buffer_nbytes):
+        for start in range(0, home.slot.nbytes, staging.buffer_nbytes):  # only whole pieces can be verified
             nbytes = min(staging.buffer_nbytes, home.slot.nbytes - start)
             with staging.lease(nbytes, home.slot.name, lane="update") as lease:
                 home.tier.read(home.slot, lease, start).wait()
@@ -321,16 +306,14 @@ class StateSaver:
         self._send_copied("buffers", parts())
 
     def _send(self, name: str, part: torch.Tensor) -> list[Transfer]:
-        """Append `part` to the record `name`. Return the transfers that still read `part`; an empty list if `part` was
-        copied first, because it is not page-aligned or not on the CPU."""
+        """Append `part` to the record `name`. Return the transfers that still read `part`; [] if it was copied."""
         if part.is_cpu and part.data_ptr() % PAGE_NBYTES == 0 and part.numel() % PAGE_NBYTES == 0:
             return [self._writer.append(name, part.numpy().data)]
         self._send_copied(name, [part])
         return []
 
     def _send_copied(self, name: str, parts: Iterable[torch.Tensor]) -> None:
-        """Append `parts` to the record `name` through scratch buffers. They may be on any device, with any
-        alignment."""
+        """Append `parts`, on any device and with any alignment, to the record `name` through scratch buffers."""
         buffer, filled = self._free_scratch(), 0
         for part in parts:
             at = 0

@@ -1,9 +1,8 @@
-"""Find, open and prune tags: judge whether a tag is whole, choose the tag that a load takes, return a reader for it.
+"""Find, open and prune tags (saved checkpoints): judge whether a tag is whole, choose the one to load, return a reader
+for it.
 
-A tag (one saved checkpoint) is a directory that got its name once all of it was durable (tag_writer.py). `look_at`
-judges one directory: whole, or why not; listing, finding and opening call it. A tag of an in-place commit is a pointer:
-it leads to the newest commit of its run. A load that names such a tag is refused if the run has committed again
-since."""
+A tag of an in-place commit is a pointer: it leads to the newest commit of its run. A load that names such a tag is
+refused if the run has committed again since."""
 
 from __future__ import annotations
 
@@ -66,8 +65,8 @@ logger = logging.getLogger("tiered_zero")
 
 
 def tag_path(save_dir: str | os.PathLike[str], tag: str) -> Path:
-    """Return the path of a tag. If a writer died while it replaced the tag, this is the hidden directory that holds the
-    old one. Raises StoreError for a bad tag."""
+    """Return the path of a tag. If a writer died while it replaced the tag, this is the hidden directory of the old
+    version. Raises StoreError for a bad tag."""
     path = Path(save_dir) / check_tag(tag)
     if not os.path.lexists(path):
         for name in _names(Path(save_dir)):
@@ -77,11 +76,8 @@ def tag_path(save_dir: str | os.PathLike[str], tag: str) -> Path:
 
 
 def _visible_tag(name: str, names: Sequence[str]) -> str | None:
-    """Return the name of the tag whose files the directory `name` holds; None if it holds no tag's files. `names`: all
-    names in the save directory.
-
-    The directory may be hidden: it holds a tag that is being written, or the old version of a tag that is being
-    replaced. Return None for an old version if `names` has the tag itself."""
+    """Return the tag that the directory `name` holds, even if the directory is hidden. Return None if it holds none, or
+    the old version of a tag that is in `names`, the names in the save directory."""
     if (old := hidden_tag(OLD, name)) is not None:
         return None if old in names else old
     if (temporary := hidden_tag(TEMPORARY, name)) is not None:
@@ -93,12 +89,11 @@ def _visible_tag(name: str, names: Sequence[str]) -> str | None:
 
 
 COMMIT_ID: Final = "commit_id"
-"""The metadata key of a commit's id, in all its stores (sets of swap files). Rank 0 draws the id: a step would not do,
-because two commits may have the same."""
+"""The metadata key of a commit's id, in all its stores (sets of swap files). Rank 0 draws the id, because two commits
+may have the same step."""
 
 DECIDED_BY: Final = "decided_by"
-"""The metadata key of the `StoreLocation` of the store that decides a commit. Only the commit's other stores have
-it."""
+"""The metadata key of the location of the store that decides a commit. Only the commit's other stores have it."""
 
 ON_ITS_HOST: Final = (
     "Resume an in-place commit with the same number of ranks, each on the host that has its part (torchrun "
@@ -108,8 +103,8 @@ ON_ITS_HOST: Final = (
 
 @final
 class Commit(StrictModel):
-    """A run's newest commit, read from the metadata of the store (set of swap files) whose manifest decides the commit.
-    `checkpoint`: the manifest for all ranks; its records lie in `stores`. `ranks`: each rank's part."""
+    """A run's newest commit, read from the store (set of swap files) that decides it. `checkpoint`: the manifest for
+    all ranks; its records lie in `stores`. `ranks`: each rank's part."""
 
     commit_id: str
     checkpoint: TagManifest
@@ -134,8 +129,7 @@ class Commit(StrictModel):
 
 @contextmanager
 def refused(path: Path) -> Iterator[None]:
-    """Return a context manager. If its block raises ValueError, it raises a StoreError which says that `path` holds no
-    commit of a run."""
+    """Return a context manager that turns a ValueError into a StoreError: `path` holds no commit of a run."""
     try:
         yield
     except ValueError as error:
@@ -144,7 +138,7 @@ def refused(path: Path) -> Iterator[None]:
 
 
 def read_metadata(path: Path) -> tuple[Path, dict[str, Any]]:
-    """Find the store that decided a run's newest commit. Return its first directory and the commit's metadata. `path`:
+    """Return the first directory of the store that decided a run's newest commit, and the commit's metadata. `path`:
     the first directory of any store of the run. Raises StoreError."""
     committed = _committed(path)
     if DECIDED_BY in committed.metadata:
@@ -163,7 +157,7 @@ def read_metadata(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def find_missing(committed: Manifest) -> str:
-    """Return a text that names a part of a commit that is missing on this host; "" if none is missing. `committed`: the
+    """Return a text that names a part of a commit that is missing on this host; "" if none is. `committed`: the
     manifest of the store that decided the commit. Raises StoreError."""
     own = {COMMIT_ID: committed.metadata.get(COMMIT_ID)}
     for store in (store for part in _parts(committed, Path(MANIFEST_NAME)) for store in part.stores):
@@ -174,8 +168,8 @@ def find_missing(committed: Manifest) -> str:
 
 
 def owner_of(path: Path, which: str = "") -> Owner:
-    """Return the owner of a swap directory. `which`: names the commit in the message, such as "of step 5 ". Raises
-    StoreError if the directory cannot be read on this host."""
+    """Return the owner of a swap directory. `which`: names the commit in errors, such as "of step 5 ". Raises
+    StoreError."""
     try:
         return read_owner(path)
     except StoreError as error:
@@ -195,8 +189,8 @@ def _committed(path: Path) -> Manifest:
 
 
 def _parts(committed: Manifest, path: Path) -> list[RankPart]:
-    """Return the parts of all ranks from a manifest's metadata. Return an empty list if another store than the
-    manifest's decides the commit. Raises StoreError."""
+    """Return the parts of all ranks from a manifest's metadata; [] if another store decides the commit. Raises
+    StoreError."""
     ranks = committed.metadata.get("ranks")
     with refused(path):
         return [RankPart.model_validate(part) for part in (ranks if isinstance(ranks, list) else ())]
@@ -209,11 +203,11 @@ def _parts(committed: Manifest, path: Path) -> list[RankPart]:
 @dataclass(frozen=True, kw_only=True)
 class TagInfo:
     """What `look_at` finds out about one tag. `complete`: whether it can be loaded. `reason`: why not, or "". `nbytes`:
-    bytes of the disk blocks that it takes. `is_foreign`: it is another program's checkpoint.
+    disk blocks that it takes. `is_foreign`: whether it is another program's checkpoint. `created_s`: seconds since the
+    epoch; 0.0 if unknown.
 
-    `step`, `kind`, `written_by`, `created_s` (seconds since the epoch): from the manifest; None, "", None and 0.0
-    without one. For an in-place commit, `run_id`, `commit_id`: the ids of its run and of the commit; `swap`, `held_id`:
-    the directory of the run's newest commit and that commit's id; None if it is not found."""
+    Of an in-place commit: `run_id`, `commit_id`: the ids in the tag. `swap`, `held_id`: the directory and the id of the
+    run's newest commit; None if it is not found."""
 
     tag: str
     path: Path
@@ -237,8 +231,8 @@ class TagInfo:
 
 
 _PLAIN_MANIFEST_NBYTES: Final = 32 * MIB
-"""The size up to which a manifest is always read. A larger one is read only if the tag's files are large too: to decode
-a manifest takes some twenty times its bytes of memory, and the file may be hostile."""
+"""The size up to which a manifest is always read. A larger one, which may be hostile, is read only if the tag's files
+are large too: decoding takes some twenty times its bytes."""
 
 _NO_CHECKPOINT: Final = f"it is not a checkpoint: it has no {MANIFEST_NAME}"
 _LOST: Final = f"a checkpoint that has lost its {MANIFEST_NAME}, without which its data cannot be read. Take another"
@@ -260,19 +254,18 @@ _FOREIGN: Final = {
         "a directory of exported weights (safetensors), without optimizer state. Load it with from_pretrained"
     ),
 }
-"""Pattern of a file name -> whose checkpoint has such files, and what to do. The first match counts."""
+"""Pattern of a file name -> what kind of checkpoint has such files, and what to do. The first match is taken."""
 
 
 def _foreign(names: Iterable[str]) -> str:
-    """Return what made a directory with these files, in the words of `_FOREIGN`; "" if none of its patterns matches a
-    name."""
+    """Return the text of `_FOREIGN` for a directory with these files; "" if no pattern matches."""
     found = (what for pattern, what in _FOREIGN.items() if any(re.fullmatch(pattern, name) for name in names))
     return next(found, "")
 
 
 def look_at(path: Path, tag: str = "") -> tuple[TagInfo, TagManifest | None]:
-    """Judge the directory of one tag without reading its data. Return the result, and the tag's manifest; None if no
-    manifest can be read. `tag`: the tag's name; "": the name of the directory."""
+    """Judge the directory of one tag without reading its data. Return the result and the manifest; None if it cannot be
+    read. `tag`: the tag's name; "": the name of the directory."""
     info = TagInfo(tag=tag or path.name, path=path)
     manifest = None
     try:
@@ -310,7 +303,7 @@ def look_at(path: Path, tag: str = "") -> tuple[TagInfo, TagManifest | None]:
 
 
 def _wrong_file(dir_fd: int, name: str, nbytes: int) -> str:
-    """Return what is wrong with the data file `name`, which is not opened; "" if it has `nbytes` bytes."""
+    """Return what is wrong with the data file `name`; "" if it has `nbytes` bytes. Does not open the file."""
     try:
         status = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
     except FileNotFoundError:
@@ -321,8 +314,7 @@ def _wrong_file(dir_fd: int, name: str, nbytes: int) -> str:
 
 
 def _follow(info: TagInfo, manifest: TagManifest) -> TagInfo:
-    """Look up the newest commit of the run to which a pointer leads, and add it to `info`. The pointer is complete if
-    its manifest names this commit. If not, `info.reason` says why."""
+    """Add the newest commit of a pointer's run to `info`. The pointer is complete if it names this commit."""
     assert manifest.swap is not None, "a tag of an in-place commit"
     first = manifest.swap.first
     info = replace(info, run_id=manifest.swap.run_id, commit_id=manifest.swap.commit_id)
@@ -345,8 +337,8 @@ def _follow(info: TagInfo, manifest: TagManifest) -> TagInfo:
 
 
 def read_manifest(tag_dir: str | os.PathLike[str], tag: str = "") -> TagManifest:
-    """Return the manifest of a tag, and check that all its files exist and have their sizes. Checksums are compared
-    later: by `find_damage`, and when data is read. Raises StoreError, with the reason, if the tag cannot be loaded."""
+    """Return the manifest of a tag; compare no checksums. Raises StoreError, with the reason, if it cannot be
+    loaded."""
     info, manifest = look_at(Path(tag_dir), tag)
     if manifest is None or not info.complete:
         raise StoreError(f"{info.path} cannot be loaded: {info.reason}.")
@@ -357,8 +349,8 @@ def read_manifest(tag_dir: str | os.PathLike[str], tag: str = "") -> TagManifest
 
 
 def list_tags(save_dir: str | os.PathLike[str]) -> list[TagInfo]:
-    """Return all tags of a save directory, oldest first. Damaged and unfinished ones and other programs' checkpoints
-    are included, each with the reason why it cannot be loaded. Raises StoreError if the directory cannot be read."""
+    """Return all tags of a save directory, oldest first. Those that cannot be loaded are included, with the reason.
+    Raises StoreError if the directory cannot be read."""
     path = Path(save_dir)
     names = _names(path)
     infos = []
@@ -393,11 +385,9 @@ def read_latest(save_dir: str | os.PathLike[str]) -> str | None:
 
 
 def nothing_to_load(load_dir: str | os.PathLike[str], *, resumes: bool = False) -> str:
-    """Return why there is nothing to load in `load_dir`, so that a run begins at step 0: the directory is missing or
-    empty, or its first save was never completed. Return "" for any other directory. Raises StoreError.
-
-    `resumes`: the user has named the directory in order to resume from it. A missing directory is then an error, and
-    swap directories of runs are content: the user may have meant one of them."""
+    """Return why there is nothing to load in `load_dir`: it is missing or empty, or its first save was never completed.
+    Return "" for any other directory. `resumes`: the user wants to resume from it: a missing directory is then an
+    error, and runs' swap directories are content. Raises StoreError."""
     path = Path(load_dir)
     if not resumes and not os.path.lexists(path):
         return "it does not exist"
@@ -409,7 +399,7 @@ def nothing_to_load(load_dir: str | os.PathLike[str], *, resumes: bool = False) 
 
 
 def _content(path: Path) -> list[str]:
-    """Return the names in `path` except those that may exist before a run's first save: hidden files, lost+found."""
+    """Return the names in `path` without those that may exist before a first save: hidden files, lost+found."""
     shown = (TEMPORARY, OLD, ".metadata")
     return [name for name in _names(path) if name != "lost+found" and (name[0] != "." or name.startswith(shown))]
 
@@ -435,9 +425,8 @@ def _names(save_dir: Path) -> list[str]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class FoundCheckpoint:
-    """A checkpoint that was found. `path`: the tag's directory, or a swap directory if the user named one. `swap`: for
-    an in-place commit, the first swap directory of the run that holds it. `lines`: lines for the log. `manifest`: the
-    tag's manifest, if it was just read."""
+    """A checkpoint that was found. `path`: the tag's directory, or a swap directory. `swap`: for an in-place commit,
+    the first swap directory of its run. `lines`: for the log. `manifest`: the tag's, if it was just read."""
 
     path: Path
     swap: Path | None = None
@@ -447,11 +436,10 @@ class FoundCheckpoint:
 
 def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -> FoundCheckpoint:
     """Find the checkpoint to load. `directory`: a run's swap directory, one tag, or a save directory with many tags.
+    `tag`: take only this one; None: take the one that `latest` names, or if it is not complete the newest that is.
 
-    With `tag`, return that tag or raise. Without it, try the tags of a save directory: first the one that `latest`
-    names, then all from the newest to the oldest. Return the first that is complete. A tag of an in-place commit is a
-    pointer to a run's swap directories; take it if the run holds a commit, even another one than the tag's ([Note:
-    In-place commits] says after which crash). Raises StoreError, with the tags that were skipped."""
+    Without `tag`, a tag of an in-place commit leads to its run's newest commit ([Note: In-place commits]). Raises
+    StoreError, with the tags that were skipped."""
     path = Path(os.path.abspath(directory))
     if tag is not None:
         return _take_named(path, tag)
@@ -500,8 +488,7 @@ def _take_tag(path: Path, tag: str = "") -> FoundCheckpoint:
 
 
 def _take(info: TagInfo, manifest: TagManifest | None = None) -> FoundCheckpoint | None:
-    """Return the checkpoint to which a tag leads; None if it leads to none. `manifest`: the tag's manifest, if the
-    caller has read it."""
+    """Return the checkpoint to which a tag leads; None if there is none. `manifest`: the tag's, if it was just read."""
     if not info.complete and info.swap is None:
         return None
     lines = (f"{info.path} leads to {info.swap}, which is loaded: {info.reason}.",) if info.is_superseded else ()
@@ -543,8 +530,8 @@ def open_reader(found: FoundCheckpoint, own_runs: Container[str] = ()) -> Tensor
 def open_tag(
     tag_dir: str | os.PathLike[str], engine: IOEngine | None = None, manifest: TagManifest | None = None
 ) -> TensorReader:
-    """Open a tag of a full save. `engine`: reads the files; None: choose one by trying it on the files. `manifest`: the
-    tag's manifest, if it was just read. Raises StoreError."""
+    """Open a tag of a full save. `engine`: None: choose one. `manifest`: the tag's, if it was just read. Raises
+    StoreError."""
     path = Path(tag_dir)
     manifest = manifest or read_manifest(path)
     files = [RecordFiles(paths=[path / file_name(n)], contents=store) for n, store in enumerate(manifest.stores)]
@@ -555,9 +542,8 @@ def open_tag(
 
 
 def find_damage(directory: str | os.PathLike[str]) -> list[str]:
-    """Read every byte of a tag, or of an in-place commit in the stores of all ranks. Return a text for each fault.
-    `directory`: the tag, or a swap directory of the run. Raises StoreError if it cannot be opened, or if its run is
-    alive and may change it."""
+    """Read every byte of a tag, or of an in-place commit. Return a text for each fault. `directory`: the tag, or a swap
+    directory of the run. Raises StoreError if it cannot be opened or its run is alive."""
     path = Path(directory)
     found = FoundCheckpoint(path=path, swap=path) if (path / OWNER_NAME).exists() else _take_tag(path)
     with open_reader(found) as reader:
@@ -567,10 +553,9 @@ def find_damage(directory: str | os.PathLike[str]) -> list[str]:
 def open_commit(
     path: str | os.PathLike[str], own_runs: Container[str] = (), engine: IOEngine | None = None
 ) -> TensorReader:
-    """Open the newest commit of a run, in the swap directories of all its ranks. `path`: any of these directories.
-    `own_runs`: ids of the calling run's own stores (sets of swap files), which must not commit while the reader is
-    open. Raises StoreError if nothing is committed, a part is damaged or missing on this host, or another live run owns
-    the directories."""
+    """Open the newest commit of a run. `path`: any of the run's swap directories. `own_runs`: ids of the calling run's
+    stores, which must not commit while the reader is open. Raises StoreError if nothing is committed, a part is damaged
+    or missing on this host, or another live run owns the directories."""
     commit = Commit.read(Path(owner_of(Path(path)).paths[0]))
     with ExitStack() as resources:
         stores = open_stores(commit.stores, commit, resources, own_runs)
@@ -584,8 +569,8 @@ def open_commit(
 def open_stores(
     locations: Sequence[StoreLocation], commit: Commit, resources: ExitStack, own_runs: Container[str] = ()
 ) -> list[RecordFiles]:
-    """Return the data files of `commit` at `locations`, checked and locked: until `resources` is closed, no other
-    process can adopt them. `own_runs`: see `open_commit`. Raises StoreError."""
+    """Return the data files of `commit` at `locations`, checked. No other process can adopt them until `resources` is
+    closed. `own_runs`: see `open_commit`. Raises StoreError."""
     found, step = [], commit.checkpoint.step
     for location in locations:
         paths = [Path(path) for path in location.paths]
@@ -602,8 +587,8 @@ def open_stores(
 
 
 def _lock(path: Path, owner: Owner, resources: ExitStack, own_runs: Container[str]) -> None:
-    """Take a shared lock on a swap directory: until `resources` is closed, no other process can adopt it. Raises
-    StoreError if its owner is alive and is not among `own_runs`."""
+    """Take a shared lock on a swap directory, until `resources` is closed. Raises StoreError if its owner is alive and
+    is not among `own_runs`."""
     try:
         fd = open_of_owner(path / OWNER_NAME)
         resources.callback(fd.close)
@@ -623,12 +608,9 @@ def _lock(path: Path, owner: Owner, resources: ExitStack, own_runs: Container[st
 
 
 def prune(save_dir: str | os.PathLike[str], keep: int, *, dry_run: bool = False) -> list[TagInfo]:
-    """Remove all whole tags except the newest `keep`, and pointers whose run has committed again in place. Return the
-    removed tags or, with `dry_run`, those that would be removed.
-
-    These stay: the tag that `latest` names; the newest pointer of a run whose last commit has no tag (the run was
-    killed before it wrote one); a tag that holds other programs' files, with a warning; swap directories to which
-    pointers lead. Raises StoreError."""
+    """Remove all whole tags except the newest `keep`, and pointers to commits that are gone. Return the removed tags;
+    with `dry_run`, those that would be removed. These stay: the tag that `latest` names; the newest pointer of a run if
+    its last commit has no tag; a tag that holds other programs' files. Raises StoreError."""
     if keep < 1:
         raise StoreError(f"Keep at least one checkpoint; found {keep}.")
     directory = SaveDirectory.join(save_dir) if dry_run else SaveDirectory.open(save_dir)
@@ -653,13 +635,14 @@ def prune(save_dir: str | os.PathLike[str], keep: int, *, dry_run: bool = False)
 
 
 def _prunable(path: Path, keep: int) -> list[TagInfo]:
-    """Return the tags that `prune` may remove: whole ones, and pointers whose run has committed again."""
+    """Return the tags that `prune` may remove."""
     latest = None
     with suppress(StoreError):
         latest = read_latest(path)
     infos = list_tags(path)
     kept = {latest, *(info.tag for info in [info for info in infos if info.complete][-keep:])}
     tagged = {info.run_id for info in infos if info.held_id == info.commit_id}
+    # the run was killed before it wrote the tag of its last commit
     for run_id in {info.run_id for info in infos if info.is_superseded} - tagged:
         kept.add([info.tag for info in infos if info.run_id == run_id][-1])
     return [info for info in infos if (info.complete or info.is_superseded) and info.tag not in kept]

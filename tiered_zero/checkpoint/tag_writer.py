@@ -1,7 +1,5 @@
-"""Change a save directory under one lock: begin a tag (one saved checkpoint), publish it, remove it.
-
-A tag is written into a temporary directory, which gets the tag's name once all of it is durable: until that rename a
-load takes the last checkpoint, afterwards the new one."""
+"""Change a save directory under one lock: begin a tag (one saved checkpoint), publish it, remove it. A tag is written
+into a temporary directory. This directory gets the tag's name once all of it is durable."""
 
 from __future__ import annotations
 
@@ -45,8 +43,8 @@ from tiered_zero.system import CLOSED, Descriptor
 logger = logging.getLogger("tiered_zero")
 
 _SPARE_NBYTES = 4 * MIB
-"""Free space that is required besides a tag's records, for its manifest and directory; their sizes are not known before
-they are written. A manifest takes some 45 bytes per MiB of data, and 200 per tensor."""
+"""Free space that is required for a tag's manifest and directory. A manifest takes some 45 bytes per MiB of data, and
+200 per tensor."""
 
 _RENAME_EXCHANGE = 2
 
@@ -56,8 +54,7 @@ _RENAME_EXCHANGE = 2
 LOCK_NAME: Final = ".tiered_zero.lock"
 TEMPORARY: Final = ".tmp-"
 OLD: Final = ".old-"
-"""Prefixes of hidden directories. TEMPORARY: a tag that is being written or removed. OLD: a tag that is being
-replaced."""
+"""Prefixes of hidden directories: of a tag that is being written or removed, and of a tag that is being replaced."""
 
 _SUFFIX = re.compile(r"-[0-9a-f]{12}")
 
@@ -75,8 +72,8 @@ def hidden_tag(prefix: str, name: str) -> str | None:
 
 @final
 class SaveDirectory:
-    """A save directory. Until `release` it is locked by flock: by this process (`open`), or by rank 0 of the run
-    (`join`). One thread uses it. After a crash, each change of a name is either durable or undone."""
+    """A save directory. `open` locks it by flock until `release`; `join` does not lock it. One thread uses it. After a
+    crash, each change of a name is either durable or undone."""
 
     def __init__(self, path: Path, fd: Descriptor, lock: Descriptor) -> None:
         """Use `open` or `join` instead."""
@@ -104,8 +101,8 @@ class SaveDirectory:
         self.fd.close()
 
     def restore(self) -> None:
-        """Clean up after a writer that died. If it was replacing a tag, give the old tag its name back. Remove
-        temporary files. Raises OSError."""
+        """Clean up after a writer that died: give a tag that it was replacing its name back, and remove temporary
+        files. Raises OSError."""
         names = sorted(names_in(self.fd))
         for name in names:
             if (tag := hidden_tag(OLD, name)) is not None and tag not in names:
@@ -128,10 +125,11 @@ class SaveDirectory:
                 )
 
     def check_replaceable(self, tag: str) -> None:
-        """Check that the tag `tag` may be replaced or removed. Raises StoreError if the name is taken by anything but a
-        directory of plain files: a directory inside it may hold other programs' files, such as an export."""
+        """Check that `tag` may be replaced or removed. Raises StoreError if it exists but is no directory of plain
+        files."""
         try:
             with open_directory(tag, self.fd) as fd, os.scandir(fd) as entries:
+                # a directory inside it may hold other programs' files, such as an export
                 foreign = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
         except FileNotFoundError:
             return
@@ -147,19 +145,15 @@ class SaveDirectory:
 
     def rename(self, name: str, tag: str) -> str | None:
         """Rename the directory `name` to `tag`. Return the new name of the tag that it replaces; None if there was
-        none. `finish` makes the rename durable.
-
-        rename(2) does not replace a directory that has files. If the system can exchange two names (Linux, on all local
-        file systems), the new and the old directory exchange theirs, and the tag always exists. Otherwise the old
-        directory is first renamed to `.old-TAG-...`. A reader that finds no TAG takes that one, and the next writer
-        renames it back. If this raises OSError, the old tag can still be loaded, possibly from that name."""
+        none. `finish` makes the rename durable. Raises OSError; the old tag can then still be loaded."""
         try:
             os.stat(tag, dir_fd=self.fd, follow_symlinks=False)
         except FileNotFoundError:
             os.rename(name, tag, src_dir_fd=self.fd, dst_dir_fd=self.fd)
             return None
-        if exchange(self.fd, name, tag):
+        if exchange(self.fd, name, tag):  # rename(2) does not replace a directory that has files
             return name
+        # a reader that finds no TAG takes the old one from this name, and the next writer renames it back
         replaced = hidden_name(OLD, tag)
         os.rename(tag, replaced, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         os.fsync(self.fd)
@@ -168,10 +162,9 @@ class SaveDirectory:
 
     def finish(self, replaced: str | None, latest: str | None = None) -> None:
         """Make the last `rename` durable, and remove the tag that it replaced. `replaced`: the result of `rename`.
-        `latest`: a file from `prepare_latest`, which is renamed to `latest` with the same sync. After a crash only one
-        of the two renames may be done; this is safe for pointers, which all lead to one state. If this raises OSError,
-        the replaced tag still exists."""
-        if latest is not None:
+        `latest`: a file from `prepare_latest`, to rename to `latest`. Raises OSError while the replaced tag still
+        exists."""
+        if latest is not None:  # after a crash only one rename may be done: safe for pointers, which lead to one state
             os.rename(latest, LATEST_NAME, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         os.fsync(self.fd)
         if replaced is not None:
@@ -188,16 +181,15 @@ class SaveDirectory:
         return name
 
     def remove_tag(self, tag: str) -> None:
-        """Rename a tag to a hidden name, durably, then remove its files. If the rename raises OSError, the tag keeps
-        its name."""
+        """Rename a tag to a hidden name, durably, then remove its files. Raises OSError if it cannot be renamed."""
         name = hidden_name(TEMPORARY, tag)
         os.rename(tag, name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         os.fsync(self.fd)
         self.try_remove(name)
 
     def try_remove(self, name: str) -> int | None:
-        """Remove an unused directory of plain files. Return the bytes of disk that it took. If it cannot be removed,
-        log a warning and return None."""
+        """Remove a directory of plain files, and return the bytes of disk that it took. Return None, with a warning in
+        the log, if it cannot be removed."""
         try:
             with open_directory(name, self.fd) as fd:
                 nbytes = disk_nbytes(fd)
@@ -262,17 +254,14 @@ def exchange(dir_fd: int, name: str, other: str) -> bool:
 
 @final
 class TagWriter:
-    """Writes one tag into a temporary directory, and publishes it by renaming that directory. If it fails before the
-    rename, all earlier tags stay and there is no new one. `with TagWriter.begin(...) as tag:` discards the tag at the
-    end if it is not published.
-
-    With many ranks, rank 0 begins and publishes a tag, and the others join it: each writes its own data file."""
+    """Writes one tag into a temporary directory, and publishes it by renaming that directory. The end of a `with` block
+    discards a tag that is not published. With many ranks, rank 0 begins and publishes a tag, and the others join it:
+    each writes its own data file."""
 
     def __init__(
         self, directory: SaveDirectory, tag: str, name: str, writer: RecordWriter, needed_nbytes: int, *, joins: bool
     ) -> None:
-        """`name`: name of the temporary directory. `joins`: this rank joins a tag that rank 0 has begun. Call `begin`
-        or `join` instead."""
+        """Use `begin` or `join` instead. `name`: the temporary directory. `joins`: whether rank 0 has begun the tag."""
         self.writer, self.tag, self.name = writer, tag, name
         self._directory, self._needed_nbytes, self._joins = directory, needed_nbytes, joins
         self._latest: str | None = None
@@ -289,12 +278,9 @@ class TagWriter:
         needed_nbytes: int = 0,
         own_nbytes: int | None = None,
     ) -> TagWriter:
-        """Begin a tag: lock the save directory, remove what dead writers left, check the free space, make the temporary
-        directory.
-
-        `engine`: writes the data; None: the tag gets one of its own, whose failure affects no other transfer.
-        `needed_nbytes`: bytes of all records. `own_nbytes`: bytes of this process's records, if other ranks join; None:
-        all. Raises StoreError."""
+        """Begin a tag: lock the save directory, clean it up, check the free space, make the temporary directory.
+        `engine`: writes the data; None: the tag gets its own. `needed_nbytes`: bytes of all records. `own_nbytes`:
+        bytes of this process's records; None: all. Raises StoreError."""
         check_tag(tag)
         directory = SaveDirectory.open(save_dir)
         try:
@@ -308,6 +294,7 @@ class TagWriter:
                 raise _store_error(directory.path, tag, error, needed_nbytes) from error
             raise
         own_nbytes = needed_nbytes if own_nbytes is None else own_nbytes
+        # without `engine` it makes one of its own, whose failure affects no other transfer
         writer = RecordWriter(directory.path / name / file_name(0), engine, needed_nbytes=own_nbytes)
         return cls(directory, tag, name, writer, needed_nbytes, joins=False)
 
@@ -322,8 +309,8 @@ class TagWriter:
         engine: IOEngine | None = None,
         needed_nbytes: int = 0,
     ) -> TagWriter:
-        """Join a tag that rank 0 has begun in the temporary directory `name`, and return the writer of this rank's
-        part. `needed_nbytes`: bytes of that part. Raises StoreError if `save_dir` is not rank 0's directory."""
+        """Join a tag that rank 0 has begun in the temporary directory `name`. Return the writer of this rank's part.
+        `needed_nbytes`: bytes of that part. Raises StoreError if `save_dir` is not rank 0's directory."""
         directory = SaveDirectory.join(save_dir)
         if not (directory.path / name).is_dir():
             directory.release()
@@ -343,8 +330,7 @@ class TagWriter:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Discard the tag if it is not published. If the block has raised because a file of the tag could not be
-        written, raise a StoreError that says so."""
+        """Discard the tag if it is not published. Raise StoreError if the block failed to write the tag's files."""
         failure = None
         wrote = isinstance(error, OSError | ConfigError) and (_is_full(error) or self.name in str(error))
         if wrote and isinstance(error, Exception) and not self._directory.fd.closed:
@@ -364,9 +350,8 @@ class TagWriter:
 
     def publish(self, fields: Mapping[str, Any], shares: Sequence[Share], *, save_latest: bool = True) -> None:
         """Make everything durable, give the tag its name, then set `latest`. `fields`: the fields of TagManifest except
-        the tag and those that `shares` give. Data, manifest and the new `latest` become durable together, before the
-        tag gets its name. Raises StoreError. The tag is then discarded; but if only `latest` could not be set, the tag
-        stays."""
+        the tag and those that `shares` give. Raises StoreError. The tag is then discarded, unless only `latest` could
+        not be set."""
         assert not self._joins, "rank 0 publishes"
         try:
             stores = tuple(store for share in shares for store in share.stores)
@@ -385,8 +370,8 @@ class TagWriter:
             self.discard()
 
     def publish_pointer(self) -> None:
-        """Give the prepared tag of an in-place commit its name, and set `latest`. The caller has made the commit
-        durable. Raises OSError, StoreError."""
+        """Give the prepared tag of an in-place commit its name, and set `latest`. Call this once the commit is durable.
+        Raises OSError, StoreError."""
         try:
             self._give_name(self._latest)
             self._latest = None
@@ -394,9 +379,8 @@ class TagWriter:
             self.discard()
 
     def prepare(self, fields: Mapping[str, Any], *, save_latest: bool = True) -> None:
-        """Write the manifest, and if `save_latest` the new `latest`, under temporary names, durably. For an in-place
-        commit this runs on a lane during the commit, and must end before the tag is discarded. Raises OSError,
-        StoreError."""
+        """Write the manifest, and if `save_latest` the new `latest`, under temporary names, durably. This must end
+        before the tag is discarded. Raises OSError, StoreError."""
         data = TagManifest(**fields, tag=self.tag).encode()
         with open_directory(self.name, self._directory.fd) as fd:
             write_new_file(MANIFEST_NAME, [data], fd)
@@ -405,8 +389,7 @@ class TagWriter:
 
     def _give_name(self, latest: str | None = None) -> None:
         """Rename the temporary directory to the tag, durably. `latest`: see `SaveDirectory.finish`. Raises OSError
-        before the tag has its name. Raises StoreError after that; the tag that was replaced is then kept under a hidden
-        name."""
+        before the tag has its name, and StoreError after that."""
         replaced = self._directory.rename(self.name, self.tag)
         self.is_published = True
         try:
@@ -454,7 +437,7 @@ def _is_full(error: Exception) -> bool:
 
 
 def _store_error(path: Path, tag: str, error: Exception, needed_nbytes: int) -> StoreError:
-    """Return the StoreError for an error that stopped a save. Its text says whether the disk is full."""
+    """Return the StoreError for an error that stopped a save."""
     if _is_full(error):
         needed = f" It needs {format_nbytes(needed_nbytes)}." if needed_nbytes else ""
         return StoreError(

@@ -1,9 +1,5 @@
-"""Write weights to safetensors files, which transformers' `from_pretrained` and plain torch load.
-
-A file is 8 bytes with the length of a JSON header, the header, and the tensors' bytes without gaps. The header is known
-before the first tensor is read, so each tensor goes straight to its file and memory holds one tensor at a time.
-
-An export can follow the directory of a transformers model: its names, its config, its tokenizer."""
+"""Write weights to safetensors files, which transformers' `from_pretrained` and plain torch load. Tensors are read and
+written one at a time. An export can follow the names, the config and the tokenizer of a transformers model."""
 
 from __future__ import annotations
 
@@ -67,8 +63,7 @@ _DTYPES = {
 @final
 @dataclass(frozen=True, kw_only=True)
 class WeightTensor:
-    """A tensor to write. `read`: yields CPU tensors of any shape, which together hold the tensor's row-major
-    elements."""
+    """A tensor to write. `read`: yields CPU tensors of any shape, which together hold its row-major elements."""
 
     name: str
     dtype: torch.dtype
@@ -87,12 +82,10 @@ def model_weights(
     *,
     exclude_frozen: bool = False,
 ) -> list[WeightTensor]:
-    """Return the tensors of `model.state_dict()`, by its names. A tensor with several names (tied weights) is returned
-    once for each name, because strict loading needs all of them.
-
-    `copy_of`: returns a CPU copy of a parameter, in its shape. `unit_of`: returns the index of a parameter's unit.
-    Parameters come in the order of their units, and buffers come last. `exclude_frozen`: leave out parameters that
-    require no gradient. Raises ModelError for a dtype that safetensors does not have."""
+    """Return the tensors of `model.state_dict()`, in the order of their units, buffers last. A tied tensor is returned
+    once for each name. `copy_of`: returns a CPU copy of a parameter. `unit_of`: returns the index of a parameter's
+    unit. `exclude_frozen`: leave out parameters that require no gradient. Raises ModelError for a dtype that
+    safetensors does not have."""
     names: dict[torch.Tensor, list[str]] = {}  # by identity
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     for name, tensor in state_tensors(model):
@@ -106,6 +99,7 @@ def model_weights(
                 f"{names[tensor][0]} is of dtype {dtype}, which safetensors does not know. Exclude or cast it."
             )
         read = partial(_read, tensor, copy_of)
+        # strict loading needs all names
         found += [WeightTensor(name=name, dtype=dtype, shape=shape, read=read) for name in names[tensor]]
     return found
 
@@ -115,13 +109,12 @@ def _read(tensor: torch.Tensor, copy_of: Callable[[nn.Parameter], torch.Tensor])
 
 
 def as_saved(model: nn.Module, tensors: Sequence[WeightTensor]) -> list[WeightTensor]:
-    """Name and split the tensors of `model` as `save_pretrained` of transformers 5 does. When the first part of a
-    tensor is read, all its parts are made; each stays in memory until it is read."""
+    """Name and split the tensors of `model` as `save_pretrained` of transformers 5 does."""
     own = {tensor.name: tensor for tensor in tensors}
     found = []
     for conversion in to_files(model, list(own)):
         made = conversion.convert(lambda name: torch.empty(own[name].shape, dtype=own[name].dtype, device="meta"))
-        parts: dict[str, torch.Tensor] = {}
+        parts: dict[str, torch.Tensor] = {}  # the first read makes all parts; each stays until it is read
         for name, value in made.items():
             read = partial(_read_part, conversion, own, parts, name)
             found.append(WeightTensor(name=name, dtype=value.dtype, shape=tuple(value.shape), read=read))
@@ -146,12 +139,10 @@ def _read_part(
 def list_weights(
     reader: TensorReader, dtype: torch.dtype = torch.float32, *, with_frozen: bool = True
 ) -> list[WeightTensor]:
-    """Return the weights of a checkpoint. A weight with several names (tied weights) is returned once for each name.
-    `with_frozen`: include parameters without a master.
-
-    Floating-point parameters get the dtype `dtype`; for a trained one its fp32 master is rounded once. Other
-    parameters, and buffers, keep their dtype. Raises StoreError if there are no weights. Reading a weight raises
-    CorruptionError, or StoreError for a value that `dtype` cannot hold."""
+    """Return the weights of a checkpoint; a tied weight once for each name. `with_frozen`: include parameters without a
+    master. Floating-point parameters get the dtype `dtype`; other parameters, and buffers, keep their own. Raises
+    StoreError if there are no weights. Reading a weight raises CorruptionError, or StoreError for a value that `dtype`
+    cannot hold."""
     aliases: dict[str, list[str]] = {}
     for alias, name in reader.manifest.aliases.items():
         aliases.setdefault(name, []).append(alias)
@@ -175,9 +166,9 @@ def list_weights(
 
 
 def _read_chunks(reader: TensorReader, key: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """Yield a tensor's row-major elements as `dtype`, in chunks; in one piece if it is saved in another memory
-    order."""
+    """Yield a tensor's row-major elements as `dtype`, in chunks."""
     entry = reader.manifest.tensors[key]
+    # in one piece if it is saved in another memory order
     step = _CHUNK_NUMEL if entry.order is None else max(1, entry.numel)
     for start in range(0, entry.numel, step):
         values = reader.read(key, start, min(start + step, entry.numel))
@@ -217,13 +208,8 @@ def write_weights(
     replaces: bool = True,
 ) -> list[Path]:
     """Write weights to the file `file_name`, or to numbered files of at most `max_shard_nbytes` with their index.
-    Return the paths, the index last.
-
-    All files are written to a hidden directory and synced before the first is renamed. If the earlier and the new
-    weights are one file each, one rename replaces them. Otherwise earlier weights of this name are removed before the
-    first rename: until the last rename a reader finds no weights, and never a mixture. A tensor larger than
-    `max_shard_nbytes` gets a file of its own. `replaces`: False refuses to replace another model's weights. Raises
-    StoreError."""
+    Return the paths, the index last. A larger tensor gets a file of its own. A reader never finds a mixture of earlier
+    and new weights. `replaces`: False refuses to replace another model's weights. Raises StoreError."""
     stem = file_name.removesuffix(".safetensors")
     shards = _split(tensors, max_shard_nbytes)
     names = [f"{stem}-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
@@ -260,8 +246,8 @@ def write_weights(
 
 @contextmanager
 def _hidden_directory(directory: Path) -> Iterator[Path]:
-    """Remove the hidden directories that killed processes of this host have left in `directory`. Then make a new one,
-    in which files are written before they are renamed, and remove it at the end."""
+    """Make a hidden directory for new files, and remove it at the end. First remove those that killed processes of this
+    host have left."""
     prefix = f".part-{socket.gethostname()}-"
     for path in directory.iterdir():
         left = re.fullmatch(rf"{re.escape(prefix)}(\d+)-\w+", path.name)
@@ -277,8 +263,7 @@ def reading_order(tensors: Sequence[WeightTensor], max_shard_nbytes: int) -> lis
 
 
 def _split(tensors: Sequence[WeightTensor], max_nbytes: int) -> list[list[WeightTensor]]:
-    """Distribute tensors over files of at most `max_nbytes`, in order. In each file the widest dtype comes first,
-    because readers that map tensors into memory need them aligned."""
+    """Distribute tensors over files of at most `max_nbytes`, in order."""
     shards: list[list[WeightTensor]] = [[]]
     filled = 0
     for tensor in tensors:
@@ -287,6 +272,7 @@ def _split(tensors: Sequence[WeightTensor], max_nbytes: int) -> list[list[Weight
             filled = 0
         shards[-1].append(tensor)
         filled += tensor.nbytes
+    # the widest dtype first: readers that map tensors into memory need them aligned
     return [sorted(shard, key=lambda tensor: -tensor.dtype.itemsize) for shard in shards]
 
 
@@ -325,8 +311,7 @@ def _shard_bytes(header: bytes, tensors: Sequence[WeightTensor]) -> Iterator[byt
 
 
 def weight_files(directory: Path, stem: str) -> list[Path]:
-    """Return the files in the directory that hold weights of the name `stem`: `<stem>.safetensors`, or numbered
-    files."""
+    """Return the weight files of the name `stem` in the directory: `<stem>.safetensors`, or numbered files."""
     pattern = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?\.safetensors")
     return [path for path in directory.iterdir() if pattern.fullmatch(path.name)]
 
@@ -352,16 +337,15 @@ def _check_model(directory: Path, stem: str, tensors: Sequence[WeightTensor]) ->
 
 
 def _publish(directory: Path, temporary: Path, names: Sequence[str], stem: str) -> None:
-    """Replace the weights called `stem` in the directory by the files `names` from `temporary`. The last of `names`,
-    the file that readers open first, is renamed last."""
+    """Replace the weights called `stem` in the directory by the files `names` from `temporary`."""
     for path in [directory / f"{stem}.safetensors.index.json", *weight_files(directory, stem)]:
-        if len(names) > 1 or path.name not in names:  # else the rename replaces the file at once
-            path.unlink(missing_ok=True)
+        if len(names) > 1 or path.name not in names:  # else one rename replaces the file
+            path.unlink(missing_ok=True)  # until the last rename a reader finds no weights, and never a mixture
     sync_directory(directory)
     for name in names[:-1]:
         os.replace(temporary / name, directory / name)
     sync_directory(directory)
-    os.replace(temporary / names[-1], directory / names[-1])
+    os.replace(temporary / names[-1], directory / names[-1])  # last: readers open it first
     sync_directory(directory)
 
 
@@ -371,10 +355,8 @@ def _publish(directory: Path, temporary: Path, names: Sequence[str], stem: str) 
 def write_together(
     ranks: Collectives, tensors: Sequence[WeightTensor], write: Callable[[Sequence[WeightTensor]], None]
 ) -> None:
-    """Call `write` on rank 0 with tensors whose elements are split over ranks. All ranks read each tensor, in the order
-    of `tensors`. An error of `write` is raised on all ranks once every tensor is read, and the run goes on. A failed
-    read ends the run: this rank raises its error, and the others, which wait in that tensor's gather, raise
-    RankError."""
+    """Call `write` on rank 0 with tensors that are split over ranks. All ranks read each tensor, in order. An error of
+    `write` is raised on all ranks. A failed read ends the run: this rank raises its error, the others RankError."""
     begun: list[WeightTensor] = []
     failed: list[Exception] = []
 
@@ -422,11 +404,8 @@ _COPIED = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 
 
 def named_as_in(directory: Path, tensors: Sequence[WeightTensor], tied: Container[str]) -> list[WeightTensor]:
-    """Return the tensors, named and split as in the safetensors files in `directory`. If there are none, name and split
-    them as `save_pretrained` does for the model whose config is in `directory`.
-
-    `tied`: names of tensors that have other names too. The files may lack these names. Raises ModelError if other names
-    are on one side only."""
+    """Return the tensors, named and split as in the safetensors files in `directory`; without such files, as
+    `save_pretrained` does. `tied`: names that the files may lack. Raises ModelError if other names differ."""
     names = _names(directory)
     if not names or not names <= {tensor.name for tensor in tensors}:
         tensors = as_saved(_on_meta(directory), tensors)
@@ -441,8 +420,8 @@ def named_as_in(directory: Path, tensors: Sequence[WeightTensor], tied: Containe
 
 
 def copy_config(directory: Path, out: Path, dtype: str) -> list[Path]:
-    """Copy a model's files other than weights, such as the config and the tokenizer. The config gets the dtype of the
-    export and loses its entries about quantised weights. Return the copies. Raises StoreError."""
+    """Copy a model's files other than weights, such as config and tokenizer, and return the copies. `dtype`: the
+    export's, for the config. Raises StoreError."""
     copied = []
     try:
         with _hidden_directory(out) as temporary:
@@ -472,8 +451,7 @@ def _names(directory: Path) -> set[str]:
 
 
 def _on_meta(directory: Path) -> nn.Module:
-    """Build the model of the config in `directory`, on the meta device (without values). Raises ModelError if
-    transformers cannot build it."""
+    """Build the model of the config in `directory`, on the meta device (without values). Raises ModelError."""
     try:
         library: Any = import_module("transformers")
         config = library.AutoConfig.from_pretrained(directory, local_files_only=True)
