@@ -74,8 +74,7 @@ def _numpys_generator() -> str:
 
 
 def _accelerators() -> Any:
-    """Return torch's module for the accelerators, such as torch.cuda; None if this process uses none with
-    generators."""
+    """Return torch's module for the accelerators, such as torch.cuda; None if none with generators is in use."""
     found = torch.accelerator.current_accelerator()
     module = None if found is None else torch.get_device_module(found.type)
     is_used = getattr(module, "is_initialized", lambda: module is not None)()

@@ -73,7 +73,7 @@ class PagerLimits:
     most_live_nbytes: int = 0  # allowed for code that uses more units together than a forward does
     one_module: bool = False  # all parameters of the largest unit belong to one module, which no size cap cuts
     limited_by: tuple[str, ...] = ()  # settings that make the window smaller, and the tier if it has too little room
-    tier: str = "device"  # the tier that limits them: "host" if the device's memory is the host's
+    tier: str = "device"  # the tier whose limit applies to these units: "device" or "host"
     prefetch_numel: int = NO_LIMIT  # the most elements fetched ahead of their use
     reuse_numel: int = NO_LIMIT  # a unit used again within this many elements is kept if there is room
 
@@ -340,9 +340,9 @@ def _waiting_nbytes(trainable: Sequence[Unit], request: PlanRequest) -> int:
 def _returned_nbytes(
     to_host: Sequence[Unit], subgroups: Sequence[SubGroupSize], state_tiers: Sequence[str], sums: bool
 ) -> int:
-    """Return the most bytes of gradients that are copied back to the device for one update, because their unit's state
-    is split over tiers. `sums`: gradients are fp32 sums."""
+    """Return the most bytes of gradients that one update copies back to the device. `sums`: gradients are fp32 sums."""
     itemsizes = {unit.index: 4 if sums else unit.itemsize for unit in to_host}
+    # If a unit's state is split over tiers, the part with state on the device is updated there.
     return max(
         (
             sum(numel * itemsizes.get(index, 0) for index, numel in subgroup.parts.items())

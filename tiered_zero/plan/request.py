@@ -219,8 +219,7 @@ def splits_masters_off_device(config: Config) -> bool:
 
 
 def unit_rules(config: Config, world_size: int = 1, *, whole_params: bool = False) -> UnitRules:
-    """Read from `config` the rules by which units are cut. `whole_params`: the update rule steps whole parameters, so
-    each rank owns whole ones."""
+    """Read from `config` the rules by which units are cut. `whole_params`: the update rule steps whole parameters."""
     zero = config.zero_optimization
     # Small parameters stay on the device, or else move with their block.
     persists = zero.offload_param.device != "none" and world_size == 1 and not splits_masters_off_device(config)

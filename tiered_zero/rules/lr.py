@@ -115,8 +115,7 @@ class WarmupLR(Schedule):
 
 @final
 class WarmupDecayLR(WarmupLR):
-    """Raises the rate from `warmup_min_lr` to `warmup_max_lr`, then lowers it, reaching `warmup_min_lr` at
-    `total_num_steps`."""
+    """Raises the rate from `warmup_min_lr` to `warmup_max_lr`, and lowers it again until step `total_num_steps`."""
 
     def _gamma(self, iteration: int) -> float:
         num_warmup, num_total = self._params["warmup_num_steps"], self._params["total_num_steps"]

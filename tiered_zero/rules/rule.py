@@ -137,8 +137,7 @@ class UpdateRule(ABC):
 def batches(
     runs: Sequence[Run], cut: Callable[[Run, int, int], Run] = Run.part, cpu_numel: int = _CPU_CHUNK_NUMEL
 ) -> Iterator[list[Run]]:
-    """Yield `runs` in batches; cut runs that are too long. All runs have the same hyperparameters. `cut(run, start,
-    stop)`: returns a part of a run."""
+    """Yield `runs`, all with the same hyperparameters, in batches. `cut(run, start, stop)` cuts long runs."""
     on_cpu = runs[0].master.is_cpu
     most_numel = cpu_numel if on_cpu else _DEVICE_CHUNK_NUMEL  # on the CPU: one run, in the cache
     batch: list[Run] = []

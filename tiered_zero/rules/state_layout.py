@@ -56,8 +56,7 @@ def join_master(parameter: torch.Tensor, remainder: torch.Tensor, mark: torch.Te
 
 
 def hash_noise(values: torch.Tensor, seed: int) -> torch.Tensor:
-    """Compute 16 random bits for each fp32 value, as int32: a hash of the value and `seed`. The native kernel computes
-    the same bits."""
+    """Return 16 random bits, as int32, for each fp32 value: a hash of the value and `seed`, as in the native kernel."""
     noise = values.view(torch.int32) ^ _signed(seed)  # no positions: arrays may be cut anywhere
     noise = (noise ^ ((noise >> 16) & 0xFFFF)) * _signed(0x85EBCA6B)
     noise = (noise ^ ((noise >> 13) & 0x7FFFF)) * _signed(0xC2B2AE35)
@@ -103,7 +102,8 @@ class MasterFormat(ABC):
     @abstractmethod
     def follow(self, parts: Parts, new: torch.Tensor, old: torch.Tensor | None) -> Parts | None:
         """Return the arrays to store after user code has changed parameters from `old` to `new`, [n]; None if no
-        parameter changed. Changed parameters become their own masters. `old` may be None if `needs_params` is false."""
+        parameter changed. The new value of a parameter becomes its master. `old` may be None if `needs_params` is
+        false."""
 
     @abstractmethod
     def copy_unstepped(self, masters: Parts, outs: Parts) -> None:
@@ -175,8 +175,7 @@ class ParamMasters(MasterFormat):
 
 @final
 class RemainderMasters(MasterFormat):
-    """Stores int16 remainders of bf16 parameters, and their marks in the signs of fp32 second moments: [Note: bf16 and
-    remainder]."""
+    """Stores int16 remainders of bf16 parameters; marks are signs of second moments: [Note: bf16 and remainder]."""
 
     dtypes = (torch.int16, torch.float32)
     needs_params = True
@@ -357,7 +356,7 @@ def gaps(ranges: Iterable[tuple[int, int]], first: int, last: int) -> list[tuple
 
 
 def _shaped(piece: ParamPiece, field: StateField, memory: torch.Tensor) -> torch.Tensor:
-    """Return `memory` as a view in the field's shape, with the strides that torch's zeros_like() gives."""
+    """Return `memory` as a view in the field's shape. A field of the parameter's shape gets the parameter's strides."""
     if field.stride is not None:
         return memory.as_strided(field.shape, field.stride)
     return piece.param.view(memory) if field.shape == piece.param.shape else memory.view(field.shape)

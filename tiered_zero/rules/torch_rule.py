@@ -582,8 +582,7 @@ class TorchRule(UpdateRule):
             )
 
     def refuse_unplanned(self, arrays: Collection[str], planned: Collection[str]) -> None:
-        """Raise ModelError if a step needs state arrays that were not planned. `arrays`: their names; if empty, nothing
-        is raised. `planned`: the names of the planned arrays, for the message."""
+        """Raise ModelError if there are `arrays`: state arrays that a step needs and that were not `planned`."""
         if arrays:
             raise ModelError(
                 f"{self.name} was planned with the state arrays {sorted(planned)}; it needs {sorted(arrays)} "

@@ -367,8 +367,9 @@ class Accelerator(ABC):
         self.poison(flat)
 
     def reserve_place(self, nbytes: int, window_nbytes: int) -> PageRange | None:
-        """Reserve addresses for a flat (the 1-D tensor of a unit) that is fetched and evicted. None: the device's
-        allocator provides its memory. `window_nbytes`: the most bytes of all such flats on the device at once."""
+        """Reserve addresses for a flat (the 1-D tensor of a unit) that is fetched and evicted. Return None if the
+        device's allocator provides its memory. `window_nbytes`: the most bytes of all such flats on the device at
+        once."""
         return None
 
     def unit_memory(self) -> AbstractContextManager[None]:
@@ -377,7 +378,7 @@ class Accelerator(ABC):
         return nullcontext()
 
     def host_pages(self, flat: torch.Tensor) -> memoryview | None:
-        """Return `flat`, a unit's or a shard's, as whole pages into which the disk can read directly; else None."""
+        """Return the whole pages of `flat`, a unit's or a shard's; None if the disk cannot read into them directly."""
         return None
 
     def alias(self, flat: torch.Tensor) -> torch.Tensor:

@@ -271,8 +271,7 @@ class StagingPool:
             lease.release()
 
     def close(self) -> None:
-        """Return the buffers to the arena; waiting threads raise BudgetError. Log leases that are still held.
-        Idempotent."""
+        """Return the buffers to the arena; waiting threads raise BudgetError. Log leases still held. Idempotent."""
         with self._changed:
             if self._closed:
                 return

@@ -72,10 +72,9 @@ def find_blocked(waits: Sequence[RankWaits]) -> set[int]:
 
 @dataclass(kw_only=True)
 class RankTraffic:
-    """Counts the bytes of whole flats and buckets that this rank has passed to collectives. (W - 1)/W of them move
-    between W ranks."""
+    """Counts the bytes of whole flats and buckets that this rank has passed to collectives."""
 
-    gathered_nbytes: int = 0
+    gathered_nbytes: int = 0  # (W - 1)/W of them move between W ranks
     reduced_nbytes: int = 0
     waited_s: float = 0.0  # seconds that the driver was blocked for other ranks
 
@@ -269,7 +268,7 @@ class CollectiveTransfer(Completion):
 
 @final
 class DeviceCollective(LaneTransfer):
-    """One collective on a device. A wait for its launch ends with RankError if another rank fails before."""
+    """One collective on a device. A wait for its launch ends with RankError if another rank fails first."""
 
     def __init__(self, failures: RankFailures, call: CollectiveCall, what: str) -> None:
         super().__init__(launched=threading.Event())
