@@ -105,8 +105,8 @@ def touch_pages(address: int, nbytes: int, num_threads: int, cpus: Collection[in
 
 @final
 class OwnProcess:
-    """Remembers the process that made this object, to refuse a forked child. Any thread. `what`: the user's object in
-    the error's text. `error`: the class of that error."""
+    """Remembers the process that made this object, to refuse a forked child. Any thread. `what`: names the user's
+    object in the error, such as "engine". `error`: the class of that error."""
 
     def __init__(self, what: str = "engine", error: type[TieredZeroError] = ModelError) -> None:
         self._what, self._error = what, error

@@ -48,7 +48,7 @@ class _ParameterOffload:
         self.backward_hooks: list[Any] = []
 
     def _register_deepspeed_module(self, module: nn.Module) -> None:
-        """Do nothing."""
+        """Do nothing: there are no hooks."""
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, DeepSpeedOptimizer, TrainingLoader | None, Any]:

@@ -146,7 +146,7 @@ def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
     """Load the weights of `checkpoint_dir/tag` into `model`, move the model to the CPU, and return it. No engine of the
-    model may be open. Names that only one of them has give a warning. Raises what
+    model may be open. A warning names what only the model or only the checkpoint has. Raises what
     `get_fp32_state_dict_from_zero_checkpoint` raises."""
     found = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     missing, unexpected = model.load_state_dict(found, strict=False)

@@ -88,7 +88,7 @@ def _version_of(library: ctypes.CDLL) -> int | str:
 
 
 def declare(function: Any, result: Any, *arguments: Any) -> Any:
-    """Declare the result and argument types of a library's function, and return it. `result`: None for void."""
+    """Set the result and argument types of a library's function, and return the function. `result`: None for void."""
     function.restype, function.argtypes = result, arguments
     return function
 
