@@ -90,8 +90,8 @@ class Checkpoints:
     ) -> None:
         """Save the state after the last step. The tag is durable on return, except with checkpoint.async. Every rank
         calls this; it returns on all ranks, or raises on all. `begin`: checks that the call is allowed now, and returns
-        the step and the tag's name. `save_latest`: write this name to the file `latest`. Raises the errors of this
-        save, and of the asynchronous save before it."""
+        the step and the tag. `save_latest`: write the tag to the file `latest`. Raises the errors of this save, and of
+        an earlier asynchronous one."""
         captured: list[Capture] = []
         arguments = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen}
 
@@ -164,8 +164,8 @@ class Checkpoints:
         self, load_dir: str | os.PathLike[str], tag: str | None, begin: Callable[[], None]
     ) -> FoundCheckpoint | None:
         """Find the checkpoint to load, after the update and the save under way, and drop the units on the device.
-        `tag`: None takes the one that the file `latest` names, or the newest; the result is None if nothing was saved.
-        `begin`: checks that the call is allowed now. Raises StoreError."""
+        `tag`: None: take the one that the file `latest` names, or the newest; if there is none, return None. `begin`:
+        checks that the call is allowed now. Raises StoreError."""
 
         def look() -> FoundCheckpoint | None:
             if tag is None and (why := nothing_to_load(load_dir)):
@@ -297,8 +297,8 @@ class _Wanted:
 
 def _agree_on_save(ranks: Collectives, ask: Callable[[], _Wanted], tag_validation: str) -> list[_Wanted]:
     """Return the requests of all ranks, each with rank 0's tag. `ask`: returns this rank's request. `tag_validation`:
-    what to do if tags differ: Warn, Fail or Ignore (DeepSpeed's setting). Raises what `ask` raises, and ModelError if
-    ranks differ in step or arguments or, with Fail, in the tag."""
+    Warn, Fail or Ignore if tags differ. Raises ModelError if ranks differ in step or arguments or, with Fail, in the
+    tag."""
     wanted = agree(ranks, SAVE, ask, encode=vars, decode=lambda value: _Wanted(**value))
     first = wanted[0]
     for rank, own in enumerate(wanted):
@@ -350,8 +350,9 @@ def find_together(
     find: Callable[[], FoundCheckpoint | None],
     prepare: Callable[[], None] = lambda: None,
 ) -> FoundCheckpoint | None:
-    """Call `prepare` on every rank, then `find` on rank 0. Every rank returns its result. `directory`: this rank's; a
-    path below rank 0's directory becomes one below it. If a call raises on one rank, every rank raises."""
+    """Call `prepare` on every rank, then `find` on rank 0. Every rank returns the result of `find`. Each rank has its
+    own `directory`: a path below rank 0's is replaced by the same place below this rank's. If a call raises on one
+    rank, every rank raises."""
 
     def act() -> FoundCheckpoint | None:
         prepare()

@@ -172,9 +172,9 @@ class DriverState:
         return {name: to_json(value, name) for name, value in state.items()}
 
     def check(self, saved: Any, parts: LoadParts = EVERYTHING, ranks: Collectives | None = None) -> State:
-        """Decode and check a saved driver state, and return this rank's state for `restore`. Changes nothing. `saved`:
-        may be hostile. `parts`: what will be restored. `ranks`: None: the run has one rank. Raises StoreError for a
-        damaged state, and ModelError for one that does not fit this run."""
+        """Decode and check a saved driver state, which may be hostile. Return this rank's state for `restore`. Changes
+        nothing. `ranks`: None: the run has one rank. Raises StoreError for a damaged state, and ModelError for one that
+        does not fit this run."""
         state = _decode_state(saved)
         num_ranks = _select_rank(state, ranks or SingleRank())
         if parts.module_only:
@@ -294,7 +294,7 @@ def join_states(first: State, own: Sequence[Mapping[str, Any]]) -> State:
 
 
 def _select_rank(state: State, ranks: Collectives) -> int:
-    """Set the parts of `state` that differ between ranks to this rank's own. Return how many ranks have saved."""
+    """Choose this rank's values for the parts of `state` that differ by rank. Return how many ranks have saved."""
     of_ranks = state.pop("ranks", None) or [own_state(state)]
     if ranks.rank < len(of_ranks):
         state.update(of_ranks[ranks.rank])

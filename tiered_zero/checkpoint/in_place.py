@@ -263,7 +263,7 @@ class DurableCopies:
     bf16_remainder, the parameters of updated units.
 
     `units`: unit index -> the unit, and the home (slot) of its copy. `updated`: indices of the units that updates
-    write. `flat`: returns a unit's bytes, [P]. `buffers`: the home of the buffers' copy; None for a model without
+    write. `flat`: returns a unit's parameters, [P]. `buffers`: the home of the buffers' copy; None for a model without
     buffers."""
 
     def __init__(
@@ -351,9 +351,9 @@ def adopt(
     slots: Sequence[PlannedSlot],
     layouts: list[StateLayout],
 ) -> Adoption | None:
-    """Adopt an in-place commit if every rank lays out its bytes as at the commit. Return None if `found` is no such
-    commit, or if it must be loaded instead; the reason is logged. Collective: every rank calls this. Raises StoreError
-    if the commit is damaged or its owner is alive."""
+    """Adopt the in-place commit `found` on every rank, if this run lays out its bytes as at the commit. Return None if
+    it does not (the reason is logged), or if `found` is no such commit. Every rank calls this. Raises StoreError if the
+    commit is damaged or its owner is alive."""
     if found.swap is None:
         return None
     swap = found.swap

@@ -19,7 +19,7 @@ tensor's form says how to compute its elements from them:
     magnitude   one source: that second moment, without its sign
     rounded     one source: the fp32 masters of a parameter that no param group holds; its elements are these, rounded
 
-`manifest.json` of a tag, and the metadata of an in-place commit, are a `TagManifest`. A full save has its own data
+`manifest.json` of a tag is a `TagManifest`; the metadata of an in-place commit has one. A full save has its own data
 files, one per rank. A commit leaves its records in the run's swap directories. Input may be hostile: types, sums and
 places are checked before anything is allocated."""
 
@@ -290,9 +290,10 @@ class RankPart(StrictModel):
 class Share(StrictModel):
     """One rank's part of a save.
 
-    `tensors`: with this rank's parts only. `records`: those of the parts; `Source.record` is a position in this list.
-    `scalars`: of this rank's parameters. `driver`: the `own_state` of the rank. `stores`: its data file in a full save.
-    `rank`: its part of an in-place commit. `commit_id`: the id that it proposes for that commit; rank 0's is used."""
+    `tensors`: with this rank's parts only. `records`: the records of these parts; `Source.record` is a position in this
+    list. `scalars`: of this rank's parameters. `driver`: the `own_state` of the rank. `stores`: its data file in a full
+    save. `rank`: its part of an in-place commit. `commit_id`: the id that it proposes for that commit; rank 0's is
+    used."""
 
     tensors: dict[str, TensorEntry]
     records: list[RecordName]

@@ -78,7 +78,7 @@ class Matched:
     buffers: dict[str, str] = field(default_factory=dict)
 
     def scalars(self, layout: StateLayout) -> dict[int, dict[str, Any]]:
-        """Return the scalars of a sub-group's pieces, by the piece's index, of those that load optimizer state."""
+        """Return the scalars of those pieces of a sub-group that load optimizer state, by the piece's index."""
         names = {piece.index: piece.param.name for piece in layout.subgroup.pieces}
         return {index: self.states[name] for index, name in names.items() if name in self.states}
 
@@ -246,8 +246,8 @@ def _check_arrays(
 
 
 def _arrays(kinds: Iterable[str]) -> dict[str, bool]:
-    """Map each kind of state array to whether it holds 8-bit codes: whether `kinds` also has scales for it. Leave out
-    the scales."""
+    """Map each kind of state array, except scales, to whether it holds 8-bit codes: whether `kinds` has scales for
+    it."""
     own = dict.fromkeys(kinds).keys()  # in order
     return {kind: f"{kind}_scale" in own for kind in own if kind.removesuffix("_scale") not in own - {kind}}
 
@@ -378,7 +378,7 @@ def _add(bits: torch.Tensor, dtype: torch.dtype, shift: int, at: int, memory: me
 
 
 def _permute(whole: torch.Tensor, entry: TensorEntry, target: Target) -> None:
-    """Fill a target from `whole`, all elements of its tensor in the checkpoint's other memory order."""
+    """Fill a target in its own memory order. `whole`: all elements of the tensor, in the checkpoint's memory order."""
     dims = range(len(entry.shape))
     values = whole.view(entry.memory_shape)
     if entry.order is not None:
@@ -504,9 +504,8 @@ class StateLoader:
     def _masters(
         self, layout: StateLayout, work: SubGroupWork, keeps: bool, filled: Sequence[tuple[int, int]]
     ) -> torch.Tensor:
-        """Return memory for a sub-group's masters, [numel] fp32: the slot's own or, if it stores remainders, a new
-        array. `keeps`: whether the checkpoint lacks a parameter, which keeps its value. `filled`: the ranges of
-        parameters."""
+        """Return memory for a sub-group's masters, [numel] fp32: the slot's own, or a new array if the slot stores
+        remainders. `keeps`: begin with the present values. `filled`: the ranges of parameters, which will be filled."""
         numel, device = layout.subgroup.numel, work.raw.device
         if not layout.masters.needs_params:
             masters = layout.master(work.raw)

@@ -212,9 +212,8 @@ NUM_SCRATCH = 8
 
 @final
 class StateSaver:
-    """Writes everything that this rank saves, once. One thread uses it. `scalars`: those of the state to save, such as
-    step counts. `free`: called with the index of each sub-group that updates may change again. All else must stay
-    unchanged until the save ends."""
+    """Writes everything that this rank saves, once. One thread uses it. `free`: called with the index of each sub-group
+    that may change again. All else must stay unchanged until the save ends."""
 
     def __init__(self, state: RunState, scalars: Scalars, writer: RecordWriter, free: Callable[[int], None]) -> None:
         self._state = state

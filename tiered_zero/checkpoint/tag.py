@@ -157,8 +157,8 @@ def read_metadata(path: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def find_missing(committed: Manifest) -> str:
-    """Return a text that names a part of a commit that is missing on this host; "" if none is. `committed`: the
-    manifest of the store that decided the commit. Raises StoreError."""
+    """Name a part of a commit that is missing on this host, as text; "" if none is. `committed`: the manifest of the
+    store that decided the commit. Raises StoreError."""
     own = {COMMIT_ID: committed.metadata.get(COMMIT_ID)}
     for store in (store for part in _parts(committed, Path(MANIFEST_NAME)) for store in part.stores):
         found = [one for one in load_manifests(store.first) if one is not None and one.run_id == store.run_id]
@@ -264,8 +264,8 @@ def _foreign(names: Iterable[str]) -> str:
 
 
 def look_at(path: Path, tag: str = "") -> tuple[TagInfo, TagManifest | None]:
-    """Judge the directory of one tag without reading its data. Return the result and the manifest; None if it cannot be
-    read. `tag`: the tag's name; "": the name of the directory."""
+    """Judge the directory of one tag without reading its data. Return the result, and the manifest or None if it cannot
+    be read. `tag`: the tag's name; "": the name of the directory."""
     info = TagInfo(tag=tag or path.name, path=path)
     manifest = None
     try:

@@ -161,9 +161,8 @@ class SaveDirectory:
         return replaced
 
     def finish(self, replaced: str | None, latest: str | None = None) -> None:
-        """Make the last `rename` durable, and remove the tag that it replaced. `replaced`: the result of `rename`.
-        `latest`: a file from `prepare_latest`, to rename to `latest`. Raises OSError while the replaced tag still
-        exists."""
+        """Make the last `rename` durable, and remove `replaced`, which it returned. `latest`: a file from
+        `prepare_latest`, to rename to `latest`. If this raises OSError, the replaced tag still exists."""
         if latest is not None:  # after a crash only one rename may be done: safe for pointers, which lead to one state
             os.rename(latest, LATEST_NAME, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         os.fsync(self.fd)
@@ -255,8 +254,7 @@ def exchange(dir_fd: int, name: str, other: str) -> bool:
 @final
 class TagWriter:
     """Writes one tag into a temporary directory, and publishes it by renaming that directory. The end of a `with` block
-    discards a tag that is not published. With many ranks, rank 0 begins and publishes a tag, and the others join it:
-    each writes its own data file."""
+    discards an unpublished tag. Rank 0 begins and publishes a tag; other ranks join it, with their own data files."""
 
     def __init__(
         self, directory: SaveDirectory, tag: str, name: str, writer: RecordWriter, needed_nbytes: int, *, joins: bool
@@ -349,9 +347,8 @@ class TagWriter:
             raise
 
     def publish(self, fields: Mapping[str, Any], shares: Sequence[Share], *, save_latest: bool = True) -> None:
-        """Make everything durable, give the tag its name, then set `latest`. `fields`: the fields of TagManifest except
-        the tag and those that `shares` give. Raises StoreError. The tag is then discarded, unless only `latest` could
-        not be set."""
+        """Make everything durable, give the tag its name, then set `latest`. `fields`: what TagManifest has besides the
+        tag and the `shares`. If this raises StoreError, a tag without its name is discarded."""
         assert not self._joins, "rank 0 publishes"
         try:
             stores = tuple(store for share in shares for store in share.stores)

@@ -327,7 +327,7 @@ class IOEngine(ABC):
         return self._submit("write", file, offset, data)
 
     def sync(self, file: File) -> IOTransfer:
-        """Start an fdatasync of the file, after the end of all writes to it that were submitted before."""
+        """Start an fdatasync of the file. It waits for all writes to the file that were submitted before."""
         return self._submit("sync", file, 0, memoryview(b""))
 
     def in_flight(self) -> list[tuple[Request, float]]:

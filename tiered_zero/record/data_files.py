@@ -247,7 +247,7 @@ class Wanted(NamedTuple):
 @final
 @dataclass(eq=False, kw_only=True)
 class Reading:
-    """The requests of one call of `submit`. `num_left`: the number of parts that are not passed on yet."""
+    """The requests of one call of `submit`. `num_left`: the number of calls of `take` that are still to come."""
 
     num_left: int = 0
 
@@ -287,7 +287,7 @@ class _Window:
         return self.store, self.span.address
 
     def give(self, reading: Reading, one: Wanted) -> None:
-        """Pass the bytes of this window that the request `one` wants to its `take`."""
+        """Call `take` of the request `one` with its bytes from this window."""
         assert self.buffer is not None, "the window was read"
         start, stop = max(self.span.start, one.start), min(self.span.end, one.stop)
         one.take(start - one.start, self.buffer[start - self.span.start : stop - self.span.start])
@@ -472,8 +472,8 @@ class RecordReader:
 @final
 @dataclass(eq=False, kw_only=True)
 class _Appended:
-    """A record that is being written, from byte `offset` of the file on. `parts`: the ranges of each append, which a
-    thread adds with their checksums."""
+    """A record that is being written, from byte `offset` of the file on. `parts`: one list for each append. A thread
+    computes checksums and adds the ranges to it."""
 
     offset: int
     nbytes: int = 0

@@ -525,7 +525,7 @@ def _committed_state(run: RunInfo, fd: int) -> tuple[int | None, bool]:
 
 
 def _liveness(run: RunInfo, fd: int, owner: Owner | None, locked: bool | None, unreadable: str) -> tuple[str, str]:
-    """Return the state of `RunInfo` and its reason. `locked`: see `_inspect`. `unreadable`: why `owner` is None."""
+    """Return `RunInfo.state` and `RunInfo.reason`. `locked`: see `_inspect`. `unreadable`: why `owner` is None."""
     try:
         if is_locked(OWNER_NAME, fd) if locked is None else locked:
             return "alive", f"process {owner.pid} on {owner.host} holds its lock" if owner else "its lock is held"

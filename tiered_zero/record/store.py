@@ -580,7 +580,7 @@ class RecordTable:
             return locate(state.record, ranges, start, end)
 
     def begin_write(self, record: Record, request: InFlight) -> tuple[list[Span], list[Range]]:
-        """Register a write. Return where its bytes go, and the pieces of which checksums are computed. Raises
+        """Register a write. Return where its bytes go, and the pieces into which it is cut, one checksum each. Raises
         StoreError if a request for these bytes is under way, or if the record is frozen."""
         start, end = request.start, request.end
         with self._lock:
