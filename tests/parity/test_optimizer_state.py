@@ -157,7 +157,7 @@ BF16 = {"bf16": {"enabled": True}}
     by_turns(["bf16_remainder", "lossy_bf16_moments", "lossy_8bit_moments"], [("cpu", "cpu"), ("nvme", "nvme")]),
 )
 def test_a_state_format_takes_its_own_state_back_exactly(
-    state_format: str, placement: tuple[str, str], swap_path: Path, caplog: pytest.LogCaptureFixture
+    state_format: str, placement: tuple[str, str], swap_path: Path
 ) -> None:
     runtime = {"state_format": state_format}
     with tiered(build(), swap_path, placement, MAKERS["AdamW"], runtime=runtime, **BF16) as engine:
@@ -169,7 +169,6 @@ def test_a_state_format_takes_its_own_state_back_exactly(
         kept = engine.optimizer.state_dict()
         engine.optimizer.load_state_dict(saved)
         assert_same_state(kept, engine.optimizer.state_dict())
-        assert "rounded" not in caplog.text
         assert all(same_bits(value, weights[name]) for name, value in named_weights(engine.module))
         run(engine, 3)
         assert unverified_nbytes(engine, "state") == 0
@@ -189,15 +188,12 @@ def test_remainders_keep_their_masters_while_state_is_loaded(swap_path: Path) ->
 
 
 @pytest.mark.parametrize("state_format", ["lossy_bf16_moments", "lossy_8bit_moments"])
-def test_fp32_state_is_rounded_into_a_lossy_format_and_that_is_said(
-    state_format: str, swap_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_fp32_state_is_rounded_into_a_lossy_format(state_format: str, swap_path: Path) -> None:
     plain = Plain(build(), MAKERS["AdamW"])
     run(plain, 0)
     expected = plain.optimizer.state_dict()
     with tiered(build(), swap_path, ("cpu", "cpu"), MAKERS["AdamW"], runtime={"state_format": state_format}) as engine:
         engine.optimizer.load_state_dict(expected)
-        assert "rounded to tiered_zero.state_format" in caplog.text
         found = engine.optimizer.state_dict()["state"]
     for index, values in expected["state"].items():
         assert values["step"] == found[index]["step"]

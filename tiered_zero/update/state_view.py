@@ -298,10 +298,9 @@ class StateView:
         groups: Sequence[Mapping[str, Any]],
         *,
         anew: bool,
-    ) -> int:
-        """Write the state of some pieces to `raw`, a slot's bytes. Return the number of arrays that were rounded.
-        `given`: index of a piece -> the whole parameter's state, in torch's format. `anew`: initialize the state of all
-        other pieces; False keeps it."""
+    ) -> None:
+        """Write the state of some pieces to `raw`, a slot's bytes. `given`: index of a piece -> the whole parameter's
+        state, in torch's format. `anew`: initialize the state of all other pieces; False keeps it."""
         marks = layout.marks(raw)
         signs = None if marks is None else marks.clone()
         before: PieceScalars = {} if anew else self.scalars.of(layout)
@@ -310,7 +309,7 @@ class StateView:
             others = [piece for piece in layout.subgroup.pieces if piece.index not in given]
             self.initialize(layout, raw, others, groups)
         last: Mapping[str, Any] = {}
-        scalars, num_rounded = dict(before), 0
+        scalars = dict(before)
         for piece in layout.subgroup.pieces:
             if piece.index not in given:
                 continue
@@ -322,26 +321,12 @@ class StateView:
                 if isinstance(values[name], torch.Tensor):
                     values[name] = _cut(piece, values[name])
             new = self.rule.import_state(values, state, groups[piece.group])
-            num_rounded += self._num_rounded(state, new, values)
             known = last, before.get(piece.index, {})
             last = next((own for own in known if same(own, new)), new)  # neighbours share one object, see `Scalars`
             scalars[piece.index] = last
         if marks is not None and signs is not None:
             marks.abs_().copysign_(signs)  # the sign bits belong to the masters
         self.scalars.replace(layout, scalars)
-        return num_rounded
-
-    def _num_rounded(
-        self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any], values: Mapping[str, Any]
-    ) -> int:
-        """Count the arrays in `values` that lost bits when they were stored. `state`, `scalars`: the stored form."""
-        narrow = [
-            name
-            for name in values.keys() & state.keys()
-            if isinstance(values[name], torch.Tensor) and state[name].dtype.itemsize < values[name].dtype.itemsize
-        ]
-        kept = self.rule.export_state(state, scalars) if narrow else {}
-        return sum(not torch.equal(kept[name].cpu(), values[name].detach().cpu()) for name in narrow)
 
     # -- in torch's format, across ranks -------------------------------------------------------------------------------
 
@@ -529,7 +514,6 @@ class StateView:
         """Replace the state of all parameters, or of `only`, by `states`, which `check` has accepted. A parameter that
         is missing in `states` has no state afterwards. `groups`: new values of the param groups; None: the present
         values."""
-        num_rounded = 0
         for layout in self.layouts:
             pieces = layout.subgroup.pieces if only is None else self._stepped(layout, only)
             found = {piece.index: states.get(self._params[piece.param.name]) for piece in pieces}
@@ -543,11 +527,7 @@ class StateView:
             with self._leased(layout, slice(first, last), slice(first, layout.nbytes)) as raw:
                 if not has_state and layout.masters.follows_params:
                     layout.initialize(raw)
-                num_rounded += self.fill(layout, raw, given, groups or self.groups, anew=only is None)
-        if num_rounded and only is None:
-            logger.warning(
-                "optimizer state was rounded to tiered_zero.state_format as it was loaded (%d arrays)", num_rounded
-            )
+                self.fill(layout, raw, given, groups or self.groups, anew=only is None)
 
 
 def _cut(piece: ParamPiece, value: torch.Tensor) -> torch.Tensor:
