@@ -97,7 +97,7 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
         return self._flushed().read(only)
 
     def check_groups(self, groups: list[dict[str, Any]]) -> None:
-        """Raise ModelError if a step would fail with `groups`, new values of the param groups."""
+        """Raise ModelError if `groups`, new values of the param groups, need state that was not planned."""
         self._flushed().check_groups(groups)
 
     def replace(self, states: Mapping[nn.Parameter, ParamState], groups: list[dict[str, Any]]) -> None:
@@ -384,7 +384,7 @@ class TieredOptimizer(TierStateOptimizer):
 
     def checked_group_options(self, options: Any) -> list[dict[str, Any]]:
         """Check `options`, the `group_options()` of a checkpoint, which are not trusted. Return them with missing
-        options filled in. Raises ModelError if the optimizer cannot step with them."""
+        options filled in. Raises ModelError if they do not fit the optimizer."""
         if type(options) is not list or not all(
             type(new) is dict and type(new.get("params")) is int for new in options
         ):

@@ -22,9 +22,9 @@ from tiered_zero.hardware.ranks.collectives import Collectives, SingleRank, agre
 from tiered_zero.hardware.ranks.launcher import local_world_size
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import ParamPiece, Segment
-from tiered_zero.rules.rule import Run, UpdateRule
+from tiered_zero.rules.rule import UpdateRule
 from tiered_zero.rules.state_layout import Parts, StateLayout
-from tiered_zero.rules.torch_rule import PROBE_STEPS, changes, flattened, nested, on_cpu, same
+from tiered_zero.rules.torch_rule import changes, flattened, nested, on_cpu, same
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.tiers.tier import Inventory, leased_slot, read_slot, write_slot
 
@@ -464,39 +464,21 @@ class StateView:
             logger.warning("optimizer state of %d parameters that are not trained is left out", idle)
 
     def check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ModelError if the rule cannot step with `groups`, new values of the param groups, or if they need state
-        arrays that were not planned."""
-        own = self.groups
-        changed = [index for index, new in enumerate(groups) if new["params"] and changes(own[index], new)]
-        for index in changed:
-            if (error := self._try_group(groups[index])) is not None and self._try_group(own[index]) is None:
-                raise ModelError(
-                    f"{self.rule.name} cannot step with the values of param group {index} that are loaded; it raised "
-                    f"{type(error).__name__}: {error}. Load the state of an optimizer of this class."
-                ) from error
+        """Raise ModelError if `groups`, new values of the param groups, need state arrays that were not planned."""
+        is_changed = [bool(changes(own, new)) for own, new in zip(self.groups, groups, strict=True)]
         for layout in self.layouts:
             for piece in layout.subgroup.pieces:
-                if piece.group in changed:
+                if is_changed[piece.group]:
                     self._check_planned(layout, piece, groups[piece.group])
 
-    def _try_group(self, group: Mapping[str, Any]) -> Exception | None:
-        """Make a few trial steps with the values of `group`. Return the exception that is raised; None without one."""
-        shape = tuple(min(length, 3) for length in group["params"][0].shape)
-        shape = (max(1, math.prod(shape)),) if self.rule.elementwise else shape
-        try:
-            fields = self.rule.state_fields(shape, group)
-            state = {field.name: torch.zeros(field.shape, dtype=field.dtype) for field in fields}
-            self.rule.init_state(state, group)
-            run = Run(master=torch.ones(shape), grad=torch.ones(shape), state=state, scalars={}, hyper=group)
-            for _ in range(PROBE_STEPS):
-                run.grad = torch.ones(shape)
-                self.rule.update([run])
-        except Exception as error:
-            return error
-        return None
-
     def _check_planned(self, layout: StateLayout, piece: ParamPiece, hyper: Mapping[str, Any]) -> None:
-        needed = {field.name for field in self.rule.state_fields(piece.param.shape, hyper)}
+        try:
+            needed = {field.name for field in self.rule.state_fields(piece.param.shape, hyper)}
+        except (TypeError, ValueError, KeyError, RuntimeError) as error:
+            raise ModelError(
+                f"{self.rule.name} cannot step with the values of the param group that is loaded; it raised "
+                f"{type(error).__name__}: {error}. Load the state of an optimizer of this class."
+            ) from error
         planned = {field.name for field in layout.fields(piece)}
         if missing := sorted(needed - planned):
             raise ModelError(
