@@ -82,6 +82,8 @@ def test_steps_are_those_of_the_plain_optimizer(
 def test_a_write_to_a_second_device_is_complete_once_it_says_so(device: LaggingDevice) -> None:
     """Lanes have streams of the first device alone; the staging buffer is used again at once."""
     params = [nn.Parameter(torch.zeros(2048, device=name)) for name in ("cuda:0", "cuda:1")]
+    for param in params:
+        torch.cuda.synchronize(param.device)  # lanes are not ordered after the streams on which zeros were written
     accelerator = build_accelerator("cuda:0")
     user = UserParameters([{"params": params}])
     user.connect(accelerator)
