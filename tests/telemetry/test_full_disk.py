@@ -47,7 +47,7 @@ def test_a_record_ends_after_a_whole_line_and_says_so(
     assert [text for text in caplog.messages if "cannot be written any more" in text] == caplog.messages
     assert len(caplog.messages) == 1 and str(path) in caplog.text and "No space left" in caplog.text
     run = read_run(path)
-    assert run.footer is None and len(run.steps) < 29
+    assert run.end_save_s is None and len(run.steps) < 29
     assert [report.step for report in run.steps] == list(range(1, len(run.steps) + 1))
     assert "or its disk was full" in render_page(run, "a run")
 

@@ -35,7 +35,7 @@ def test_a_record_has_the_timeline_of_one_step(tmp_path: Path) -> None:
     run = read_run(tmp_path / "run.jsonl")
     assert run.timeline is not None
     assert [span.name for span in run.timeline.spans] == [f"step {TIMELINE_STEP}"]
-    assert run.footer is not None and run.footer.steps == 5
+    assert run.end_save_s is not None and run.report.steps == 5
 
 
 def test_a_resumed_process_counts_its_own_steps_for_the_timeline(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered, train
 from tiered_zero.sizes import TIERS
 from tiered_zero.telemetry.page import COLOURS, MAX_BARS, MAX_ROWS, STYLE, draw_timeline, render_page, style_of
-from tiered_zero.telemetry.report import CAUSES, RunTotals, StepReport
+from tiered_zero.telemetry.report import CAUSES, StepReport
 from tiered_zero.telemetry.runlog import RunHeader, RunRecord, Timeline, read_run
 from tiered_zero.telemetry.spans import LANES, Span
 
@@ -115,10 +115,8 @@ def test_it_shows_the_config_the_checkpoints_and_the_wear() -> None:
     run = make_run(5)
     run.steps[2] = replace(run.steps[2], seconds={"forward": 0.3, "save": 0.2})
     run.steps[4] = replace(run.steps[4], loss_scale=512.0, skipped=True)
-    totals = RunTotals()
-    for step in run.steps:
-        totals.add(replace(step, cpu_share=0.75, link_nbytes={"disk write": 10**9}))
-    run.footer = replace(totals.report(), end_save_s=0.4)
+    run.steps = [replace(step, cpu_share=0.75, link_nbytes={"disk write": 10**9}) for step in run.steps]
+    run.end_save_s = 0.4
     words = Outline(render_page(run, "run")).words
     for expected in (
         "bf16.enabledtrue", 'tiered_zero.report"<run>"', "loaded, after step 2, 52 in 0.60 s", "process got75%",
@@ -214,6 +212,6 @@ def test_a_run_records_rates_norms_saves_and_where_it_ran(swap_path: Path, tmp_p
     first, second = (step.lr for step in run.steps)
     assert first is not None and second == first / 2
     assert all(step.grad_norm for step in run.steps)
-    assert run.footer is not None and run.footer.end_save_s > 0
+    assert run.end_save_s is not None and run.end_save_s > 0
     assert {"tiered_zero", "torch", "python", "kernel", "host"} <= set(run.header.facts)
     assert run.header.config["gradient_clipping"] == "1.0" and "aio.block_size" not in run.header.config

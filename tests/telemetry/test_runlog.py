@@ -45,7 +45,7 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert run.header == HEADER
     assert run.steps == STEPS
     assert run.timeline == TIMELINE
-    assert run.footer is not None and run.footer.planned_nbytes == {"device": 8}
+    assert run.end_save_s == 0 and run.report.planned_nbytes == {"device": 8}
     assert run.report.last_loss == pytest.approx(5 / 3)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert [json.loads(line)["record"] for line in path.read_text().splitlines()][0::5] == ["header", "footer"]

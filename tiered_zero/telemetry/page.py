@@ -173,7 +173,7 @@ def _about(run: RunRecord) -> str:
     if run.steps and (num_before := run.steps[0].step - 1):
         facts["resumed after step"] = f"{num_before:,}"
     cut = "The record has no end: the run was interrupted, or its disk was full."
-    ended = "" if run.footer else f' <strong class="warn">{cut}</strong>'
+    ended = "" if run.end_save_s is not None else f' <strong class="warn">{cut}</strong>'
     words = " · ".join(f"{escape(name)} <b>{escape(str(text))}</b>" for name, text in facts.items())
     return f"<p>{words}{ended}</p>"
 
@@ -208,8 +208,8 @@ def _figures(run: RunRecord) -> str:
 def _saves(run: RunRecord) -> dict[int, float]:
     """Return step -> seconds of saving and loading checkpoints after that step."""
     calls = {step.step - 1: seconds for step in run.steps if (seconds := step.seconds.get("save"))}
-    if run.footer is not None and run.footer.end_save_s:
-        calls[run.steps[-1].step if run.steps else 0] = run.footer.end_save_s
+    if run.end_save_s:
+        calls[run.steps[-1].step if run.steps else 0] = run.end_save_s
     return calls
 
 

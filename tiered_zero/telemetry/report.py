@@ -239,8 +239,6 @@ class RunReport(JsonRecord):
     peak_nbytes: dict[str, int]
     """Tier -> bytes."""
     cpu_share: float | None = None
-    end_save_s: float = 0.0
-    """Seconds of saves after the last step."""
     predicted: dict[str, float] = field(default_factory=dict)
     """The predicted step: "tokens", its seconds "step", and lane -> busy seconds; empty if unknown."""
 

@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, fields
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -72,18 +72,17 @@ class Timeline:
 
 @dataclass(kw_only=True)
 class RunRecord:
-    """The record of a run as read from its file. `footer`: None if the run was interrupted, or its disk was full."""
+    """The record of a run as read from its file. `end_save_s`: seconds of saves after the last step; None if the run
+    was interrupted, or its disk was full."""
 
     header: RunHeader
     steps: list[StepReport] = field(default_factory=list)
     timeline: Timeline | None = None
-    footer: RunReport | None = None
+    end_save_s: float | None = None
 
     @property
     def report(self) -> RunReport:
-        """The footer; if the record has none, a report that is computed from its steps."""
-        if self.footer is not None:
-            return self.footer
+        """The report that the run's steps add up to."""
         totals = RunTotals(self.header.planned_by_tier, self.header.predicted)
         for step in self.steps:
             totals.add(step)
@@ -147,23 +146,21 @@ class PrivateFile:
 
 
 class RunLog:
-    """Writes a run's record to a file, and sums the steps for its footer. One thread. Raises ConfigError."""
+    """Writes a run's record to a file. One thread. Raises ConfigError."""
 
     def __init__(self, header: RunHeader, path: str | os.PathLike[str]) -> None:
-        self._totals = RunTotals(header.planned_by_tier, header.predicted)
         self._file = PrivateFile(path, "tiered_zero.report")
         self._write("header", header.to_json())
 
     def add(self, report: StepReport) -> None:
-        self._totals.add(report)
         self._write("step", report.to_json())
 
     def add_timeline(self, timeline: Timeline) -> None:
         self._write("timeline", timeline.to_json())
 
     def close(self, end_save_s: float = 0.0) -> None:
-        """Write the footer, and close. Idempotent."""
-        self._write("footer", replace(self._totals.report(), end_save_s=end_save_s).to_json())
+        """Write the footer, and close. Idempotent. `end_save_s`: as in RunRecord."""
+        self._write("footer", {"end_save_s": end_save_s})
         self._file.close()
 
     def _write(self, record: str, values: dict[str, Any]) -> None:
@@ -190,7 +187,7 @@ def read_run(path: str | os.PathLike[str]) -> RunRecord:
             elif record == "timeline":
                 run.timeline = Timeline.from_json(values)
             elif record == "footer":
-                run.footer = RunReport.from_json(values)
+                run.end_save_s = float(values["end_save_s"])
         except (ValueError, KeyError, TypeError, AttributeError, StoreError) as error:
             raise StoreError(
                 f"{path}, line {number}: expected a line of a run's record (tiered_zero.report); {error}. "
