@@ -71,7 +71,7 @@ def overlay(settings: dict[str, Any], **own: Any) -> dict[str, Any]:
 
 
 STDERR = Console(stderr=True)
-"""The console of the progress bar and of log lines, which it prints above the bar."""
+"""The console of log lines."""
 
 _NUMBERS = {
     *("age", "block", "busy", "bytes", "depth", "mixed", "peak", "planned", "rate while busy", "read", "runs"),

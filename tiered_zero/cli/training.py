@@ -16,13 +16,12 @@ from typing import Any, final
 
 import click
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import tiered_zero
 from tiered_zero.assembly.choice import predicted_seconds
 from tiered_zero.checkpoint.driver import read_client_state
 from tiered_zero.checkpoint.tag import find_checkpoint, list_tags, nothing_to_load, open_reader
-from tiered_zero.cli.console import DEMO_MODEL, STDERR, overlay, print_json, print_table
+from tiered_zero.cli.console import DEMO_MODEL, overlay, print_json, print_table
 from tiered_zero.config.load import load, read_json
 from tiered_zero.demo.corpus import NUM_BYTE_VALUES, Corpus, read_corpus
 from tiered_zero.demo.gpt import build_gpt
@@ -242,7 +241,7 @@ class Training:
         if options.save is not None and not options.resume:
             warn_of_others(options.save)
         self._settings = settings
-        self._progress = TrainingProgress(options.steps, is_shown=self._rank == 0)
+        self._progress = TrainingProgress(options.steps)
 
     def run(self) -> int:
         """Train, print the tables, and return the exit code. Raises NonFiniteError for a loss that is not finite."""
@@ -281,21 +280,20 @@ class Training:
         if saver is None or self._rank > 0:
             stop.answer = b"" if self._rank > 0 else b"\nFinishing this step; a second signal ends at once.\n"
         stop_code = None
-        with progress:
-            for step in range(engine.global_steps, options.steps):
-                own_loss = train_step(engine, self._corpus, step, self._model.context, options.seed)
-                loss, stop_code = agree(engine, own_loss, stop.code)
-                assert engine.step_report is not None
-                report = replace(engine.step_report, loss=loss, tokens=self._step_tokens)
-                totals.add(report)
-                progress.advance(report)
-                if not math.isfinite(loss):
-                    return DIVERGED
-                if saver is not None:
-                    saver.after_step(loss)
-                if stop_code is not None:
-                    break
-            is_saved = saver is None or saver.finish()
+        for step in range(engine.global_steps, options.steps):
+            own_loss = train_step(engine, self._corpus, step, self._model.context, options.seed)
+            loss, stop_code = agree(engine, own_loss, stop.code)
+            assert engine.step_report is not None
+            report = replace(engine.step_report, loss=loss, tokens=self._step_tokens)
+            totals.add(report)
+            progress.advance(report)
+            if not math.isfinite(loss):
+                return DIVERGED
+            if saver is not None:
+                saver.after_step(loss)
+            if stop_code is not None:
+                break
+        is_saved = saver is None or saver.finish()
         return stop_code or stop.code or (0 if is_saved else UNSAVED)
 
     def _show(self, totals: RunTotals, code: int) -> None:
@@ -386,10 +384,9 @@ def _size(nbytes: int | None) -> str:
 
 
 class TrainingProgress:
-    """Shows progress on stderr: as a bar on a terminal, elsewhere as a line every 10 s. One thread."""
+    """Logs a line about progress every 10 s. One thread."""
 
-    def __init__(self, num_steps: int, is_shown: bool = True) -> None:
-        """Prepare the bar. `is_shown`: true on rank 0 only."""
+    def __init__(self, num_steps: int) -> None:
         self.done = self.first = 0
         """`done`: the number of steps made. `first`: the number of steps that an earlier process has made; they count
         as done, but not for the rates."""
@@ -397,44 +394,27 @@ class TrainingProgress:
         self._num_steps = num_steps
         self._recent: deque[tuple[float, int]] = deque([(time.monotonic(), 0)], maxlen=STEPS_AVERAGED + 1)
         self._last_line_s = time.monotonic()
-        self._bar = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.fields[figures]}"),
-            console=STDERR,
-            disable=not STDERR.is_terminal or not is_shown,
-        )
-        self._task = self._bar.add_task("", total=num_steps, figures="starting")
-
-    def __enter__(self) -> TrainingProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
 
     def begin_at(self, step: int) -> None:
         """Count `step` steps as made by an earlier process."""
         self.done = self.first = step
-        self._bar.update(self._task, completed=step)
 
     def advance(self, report: StepReport) -> None:
-        """Count one more step as made, and show the numbers of `report`."""
+        """Count one more step as made, and log the numbers of `report` if it is time."""
         self.done += 1
         self.loss = math.nan if report.loss is None else report.loss
         now_s = time.monotonic()
         self._recent.append((now_s, report.tokens))
+        if now_s - self._last_line_s < SECONDS_BETWEEN_LINES:
+            return
+        self._last_line_s = now_s
         took_s = max(now_s - self._recent[0][0], 1e-9)
         tokens_per_s = sum(count for _, count in list(self._recent)[1:]) / took_s
         left_s = round((self._num_steps - self.done) * took_s / (len(self._recent) - 1))
         known = {"lr": report.lr, "norm": report.grad_norm}
         words = "".join(f"{name} {value:.3g}  " for name, value in known.items() if value is not None)
         figures = f"loss {self.loss:.3f}  {words}{tokens_per_s:,.0f} tokens/s  left {timedelta(seconds=left_s)}"
-        self._bar.update(self._task, advance=1, figures=figures)
-        if self._bar.disable and now_s - self._last_line_s >= SECONDS_BETWEEN_LINES:
-            self._last_line_s = now_s
-            logger.info("step %d/%d  %s", self.done, self._num_steps, figures)
+        logger.info("step %d/%d  %s", self.done, self._num_steps, figures)
 
 
 def agree(engine: Engine, loss: float, code: int | None) -> tuple[float, int | None]:
