@@ -66,7 +66,7 @@ print(len(sys.modules))
     assert result.returncode == 0, result.stderr
     *text, num_modules = result.stdout.splitlines()
     assert (
-        sum(line.startswith("Usage: ") for line in text) == 1 + len(COMMANDS) + 5 + 4 + 1 + 3
+        sum(line.startswith("Usage: ") for line in text) == 1 + len(COMMANDS) + 4 + 4 + 1 + 3
     )  # swap, checkpoint, bench, alias
     assert int(num_modules) < 700, "torch alone is more than a thousand"
 
