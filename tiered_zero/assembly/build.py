@@ -78,7 +78,8 @@ def build(
     run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loader: TrainingLoader | None = None
 ) -> Engine:
     """Allocate what the plan says, make the engine, and move every parameter to its home. If this raises, everything is
-    freed; a note of the error says whether the model must be built anew. `loader`: checkpoints save its position."""
+    freed; the model is unchanged, or a note of the error says to build it anew. `loader`: checkpoints save its
+    position."""
     _check_plan(run_spec.plan, collectives)
     check_async(run_spec.config, run_spec.plan)
     source = find_source(run_spec, collectives)

@@ -227,7 +227,7 @@ class PlacementSearch:
         yield settings, plan
 
     def _grow(self, settings: Settings, plan: Plan, tier: str, kind: str) -> tuple[Settings, Plan]:
-        """Put as much of `kind` on `tier` as there is room for. Return the new settings and plan, or the given ones."""
+        """Put as much of `kind` on `tier` as fits. Return the new settings and plan; the given ones if nothing fits."""
         itemsize, room_of = 4 if self.config.param_dtype_name == "float32" else 2, self._room_nbytes
         room = min(room_of(plan, tier), sum(plan.nbytes(other, kind) for other in TIERS))
         for _ in range(NUM_TRIES):

@@ -115,7 +115,7 @@ def machine_to_plan(
     path: Path | None, device_nbytes: int | None, host_nbytes: int | None, disks: Sequence[Disk]
 ) -> tuple[Machine, str]:
     """Return the machine to plan for, and a line that names it. `path`: the file of its description; None: this
-    machine. `device_nbytes`, `host_nbytes`, `disks`: replace its own. Raises ConfigError."""
+    machine. `device_nbytes`, `host_nbytes`, `disks`: replace the machine's own. Raises ConfigError."""
     base, line = on_record()
     if path is not None:
         base = load_machine(path)

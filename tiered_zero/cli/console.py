@@ -62,7 +62,7 @@ def parse_size(text: str) -> GPTConfig:
 
 
 def overlay(settings: dict[str, Any], **own: Any) -> dict[str, Any]:
-    """Return a copy of `settings`, a config, with `own` in the section "tiered_zero". Values None are left out."""
+    """Return a copy of `settings`, a config, with `own` in the section "tiered_zero". A value None is left out."""
     section = settings.get("tiered_zero")
     given = {name: value for name, value in own.items() if value is not None}
     if not given or not isinstance(section, dict | None):

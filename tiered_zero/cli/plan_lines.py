@@ -37,7 +37,8 @@ def written_per_commit(run: RunSpec) -> int:
 
 def directory_needs(run: RunSpec, ranks: int = 1, activation_nbytes: int = 0) -> list[dict[str, Any]]:
     """Return a row for each swap directory: its "path", the bytes that `ranks` ranks need there ("nbytes"), and the
-    bytes that they write in a step (_WRITTEN). `activation_nbytes`: what one micro-batch saves on its tier."""
+    bytes that they write in a step and its in-place commit (_WRITTEN). `activation_nbytes`: what one micro-batch saves
+    on its tier."""
     from tiered_zero.tiers.rack import nvme_needs, scratch_needs  # imports torch, which no help text needs
 
     zero = run.config.zero_optimization

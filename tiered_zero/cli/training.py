@@ -56,7 +56,7 @@ class Saver:
     failed save is logged, and training continues if the engine can."""
 
     def __init__(self, engine: Engine, directory: Path, every: int | None, options: Mapping[str, Any]) -> None:
-        """`options`: options of the command line that change the numbers, to be saved with the state."""
+        """Prepare to save `engine`. `options`: command-line options that change the numbers; they are saved too."""
         self._engine, self._directory, self._every = engine, directory, every
         self._options = dict(options)
         self._begun: tuple[Path, float] | None = None

@@ -340,7 +340,7 @@ def _paths(value: Any) -> Any:
 class StateLimitsSection(Section):
     """How many bytes of master weights and optimizer state may rest on each tier. A tier faster than
     offload_optimizer.device is filled up to its value: first with embeddings, then with the units that the next forward
-    needs first. The value of that device itself is only a limit."""
+    needs first. On offload_optimizer.device itself the value is only a limit."""
 
     device: Nbytes = Field(
         None, description="most bytes of master weights and state on the device; null: what offload_optimizer says"
@@ -568,7 +568,8 @@ class Config(Section):
 
     @property
     def activations_device(self) -> Device:
-        """Where activations rest: tiered_zero.activations.device if the file sets it, else by cpu_checkpointing."""
+        """Where activations rest: tiered_zero.activations.device if the file sets it; else cpu or none, by
+        cpu_checkpointing."""
         own = self.tiered_zero.activations
         if "device" not in own.model_fields_set and self.activation_checkpointing.cpu_checkpointing:
             return "cpu"

@@ -137,8 +137,8 @@ Nbytes = Annotated[int | None, BeforeValidator(_nbytes), WithJsonSchema({"type":
 
 
 class Section(BaseModel):
-    """A frozen section of the config, which refuses unknown keys. `model_fields_set` names the keys of the file. It can
-    be read like a dict: `config["zero_optimization"].get("stage")`."""
+    """A frozen section of the config, which refuses unknown keys. `model_fields_set` names the keys of the file. A
+    section can be read like a dict: `config["zero_optimization"].get("stage")`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
 

@@ -106,7 +106,7 @@ def is_configured() -> bool:
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run `function` without keeping its activations: backward runs it again. Tensors in `kwargs` get gradients too.
-    This is torch's reentrant checkpoint."""
+    This is torch's reentrant checkpoint. Return a tensor, or a tuple of several outputs."""
     names, num_args = list(kwargs), len(args)
 
     def run(*values: Any) -> Any:

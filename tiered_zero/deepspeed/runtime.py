@@ -36,7 +36,7 @@ __getattr__ = refuse_other_names("runtime")
 
 
 class _ParameterOffload:
-    """Stands for DeepSpeed's `optimizer.parameter_offload`, whose hooks TRL removes and adds. It has no hooks."""
+    """Stands for DeepSpeed's `optimizer.parameter_offload`, whose hooks TRL removes and adds. Here it has none."""
 
     class _Module(nn.Module):
         def ds_external_parameters(self) -> tuple[()]:

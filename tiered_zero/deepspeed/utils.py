@@ -110,7 +110,7 @@ safe_get_full_grad, safe_set_full_grad = get_grad, set_grad
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return a CPU copy of the state `optim_state_key`, such as "exp_avg"; None before the first step."""
+    """Return an fp32 copy on the CPU of the state `optim_state_key`, such as "exp_avg"; None before the first step."""
     return get_state(param, optim_state_key)
 
 
@@ -146,7 +146,7 @@ def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
     """Load the weights of `checkpoint_dir/tag` into `model`, move the model to the CPU, and return it. No engine of the
-    model may be open. A warning names what only the model or only the checkpoint has. Raises what
+    model may be open. A warning counts the names that only the model or only the checkpoint has. Raises what
     `get_fp32_state_dict_from_zero_checkpoint` raises."""
     found = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     missing, unexpected = model.load_state_dict(found, strict=False)

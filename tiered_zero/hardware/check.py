@@ -257,8 +257,8 @@ _COPIED_NBYTES: Final = 128 * MIB
 
 
 def median_rate(amount: float, work: Callable[[], object]) -> float:
-    """Call `work` several times. Return `amount` (bytes or operations of one call) per second of the median call."""
-    seconds: list[float] = []  # a first call more, which is not counted if others follow
+    """Call `work` repeatedly. Return `amount` (bytes or operations of one call) per second of the median call."""
+    seconds: list[float] = []  # the first is dropped, unless it is the only one
     while not seconds or (len(seconds) <= REPEATS and sum(seconds) < LIMIT_S):
         began_s = time.perf_counter()
         work()

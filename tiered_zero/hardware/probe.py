@@ -19,7 +19,8 @@ Place = tuple[int, int, int]
 
 
 def accelerator_kind() -> str | None:
-    """Return the accelerator that this torch supports, such as "CUDA 13.0" or "xpu"; None if it is only the CPU."""
+    """Return the accelerator that this torch supports, such as "CUDA 13.0" or "xpu"; None if it supports only the
+    CPU."""
     found = torch.accelerator.current_accelerator()
     if found is None:
         return None
@@ -122,7 +123,7 @@ def gpu_node(device: torch.device, system: Path = SYSTEM) -> int | None:
 
 def near_cpus(device: torch.device, system: Path = SYSTEM) -> set[int]:
     """Return this process's processors on an accelerator's NUMA node. Return an empty set if the node is unknown, or if
-    it has all or none of them."""
+    it has all or none of these processors."""
     if (node := gpu_node(device, system)) is None or not hasattr(os, "sched_getaffinity"):
         return set()
     cpus = os.sched_getaffinity(0)

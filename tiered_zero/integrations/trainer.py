@@ -23,8 +23,8 @@ class SaveStateCallback(TrainerCallback):
         self._resume_from = resume_from
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-        """Read the state from files if Trainer resumes. From now until `on_train_end`, `optimizer.state_dict()` writes
-        it to files."""
+        """Read an OffloadedOptimizer's state from files if Trainer resumes. Until `on_train_end`, its `state_dict()`
+        writes the state to files."""
         own = unwrapped(optimizer)
         if not isinstance(own, OffloadedOptimizer):
             return
@@ -70,7 +70,7 @@ class ReportCallback(TrainerCallback):
     """Adds to each line of training logs: GiB on each tier, the busy share of each link in the last step, and GB that
     this process has written to the disk. `engine`: the engine, if one steps the optimizer. `rated`: what the drive is
     rated to take, such as "600TB"; its used share is logged too. Loggers that run before this callback miss the
-    numbers."""
+    numbers; `state.log_history` has them."""
 
     def __init__(self, engine: Any = None, rated: str | int | None = None) -> None:
         self._engine = engine

@@ -78,7 +78,7 @@ class Machine:
     device_nbytes: _Nbytes | None = None  # free for this user
     host_nbytes: _Nbytes | None = None  # free for this user
     flops_per_s: Mapping[str, _Flops] = field(default_factory=dict)  # "bf16", "fp16", "fp32" -> matrix products
-    block_elements_per_s: Mapping[str, _PerSecond] = field(default_factory=dict)  # elements of the blocks' inputs
+    block_elements_per_s: Mapping[str, _PerSecond] = field(default_factory=dict)  # work besides products: elements
     logits_per_s: Mapping[str, _PerSecond] = field(default_factory=dict)  # dtype -> logits
     copy_bytes_per_s: _Rate | None = None  # read plus written by a copy within host memory
     update_bytes_per_s: _Rate | None = None  # read plus written by AdamW on all cores

@@ -41,7 +41,7 @@ WINDOW_UNITS = 3
 SHARED_SEGMENT_NBYTES, SEGMENT_NBYTES = 20 * MIB, 2 * MIB
 LEAST_SEGMENT_NBYTES = 10 * MIB
 """Sizes of the segments in which torch's allocator takes memory on CUDA. Blocks larger than a MiB share segments of
-SHARED_SEGMENT_NBYTES. From LEAST_SEGMENT_NBYTES on, a block has its own, a multiple of SEGMENT_NBYTES."""
+SHARED_SEGMENT_NBYTES. From LEAST_SEGMENT_NBYTES on, a block has its own segment, a multiple of SEGMENT_NBYTES."""
 
 UPDATE_CHUNK_NUMEL, COPIES_CHUNK_NUMEL = 1 << 26, 1 << 22
 """The most elements that an update on the device steps at once: with fp32 state, and with other formats."""
@@ -70,7 +70,7 @@ class PagerLimits:
 
     live_nbytes: int  # planned bytes on the device at once
     reserved_nbytes: int = 0  # memory that the device's allocator takes for these bytes
-    most_live_nbytes: int = 0  # allowed for code that uses more units together than a forward does
+    most_live_nbytes: int = 0  # the most, for code that uses more units together than a forward does
     one_module: bool = False  # all parameters of the largest unit belong to one module, which no size cap cuts
     limited_by: tuple[str, ...] = ()  # settings that make the window smaller, and the tier if it has too little room
     tier: str = "device"  # the tier whose limit applies to these units: "device" or "host"
@@ -354,8 +354,8 @@ def _returned_nbytes(
 
 
 def _pager_limits(paged: Sequence[Unit], request: PlanRequest, room_nbytes: int, tier: str) -> PagerLimits:
-    """Size the window: the paged units on the device at once. It shrinks to `room_nbytes`, but always holds the largest
-    chain: the paged units of one module and of all modules around it."""
+    """Size the window: the largest chain (the paged units of a module and of all modules around it) and the two next
+    largest units, to fetch ahead. The window shrinks to `room_nbytes`, but not below the chain."""
     if not paged:
         return PagerLimits(live_nbytes=0)
     zero = request.config.zero_optimization

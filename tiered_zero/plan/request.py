@@ -46,7 +46,7 @@ def limit_of(
     tier: str, free_nbytes: int | None, source: str, given_nbytes: int | None, prefix: str = "tiered_zero."
 ) -> dict[str, tuple[int, str]]:
     """Return {tier: (bytes that may be used, the limit's name in messages)}; {} if both sizes are None. The limit is
-    `given_nbytes`, the config's. If that is None or more than `free_nbytes`, it is `free_nbytes` less an eighth.
+    `given_nbytes`, the config's; `free_nbytes` less an eighth if the config's is None or more than `free_nbytes`.
     `source`: what `free_nbytes` is, in words. `prefix`: the beginning of the config's key."""
     if given_nbytes is not None and (free_nbytes is None or given_nbytes <= free_nbytes):
         return {tier: (given_nbytes, f"{prefix}{tier}_memory_limit")}
@@ -221,7 +221,7 @@ def splits_masters_off_device(config: Config) -> bool:
 def unit_rules(config: Config, world_size: int = 1, *, whole_params: bool = False) -> UnitRules:
     """Read from `config` the rules by which units are cut. `whole_params`: the update rule steps whole parameters."""
     zero = config.zero_optimization
-    # Small parameters stay on the device, or else move with their block.
+    # If true, small parameters stay on the device; if not, they move with their block.
     persists = zero.offload_param.device != "none" and world_size == 1 and not splits_masters_off_device(config)
     return UnitRules(
         size_cap_numel=config.tiered_zero.unit_size_cap,

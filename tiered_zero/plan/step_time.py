@@ -37,7 +37,7 @@ PYTHON_S_PER_SUB_GROUP: Final = 7e-4
 """Seconds between two calls of the update's kernel, for each sub-group."""
 
 WEIGHT_PASSES: Final = 8
-"""How often forward and backward together read the weights, at the rate of copies."""
+"""How often forward and backward together read the weights, at the rate of copies. Products of few rows wait for it."""
 
 DISK_PASSES: Final = 2
 """How often the cores pass over each byte of the disk: for its checksum and for its copy."""
@@ -178,7 +178,8 @@ def _hidden_from(tier: str, plan: Plan, work: Work, machine: Machine) -> tuple[i
         return seconds <= HIDDEN_SHARE * _lanes(by_resource, rates)["compute"]
 
     lanes = _lanes(_simulate(plan, work, rates)[1], rates)
-    low = max(seconds for name, seconds in lanes.items() if name != "compute") / lanes["compute"]  # compute as long
+    # With `low`, compute takes as long as the busiest other lane.
+    low = max(seconds for name, seconds in lanes.items() if name != "compute") / lanes["compute"]
     if is_hidden(low):
         return ceil(low * work.tokens * work.accumulation), True
     if not is_hidden(high := 8 * low):

@@ -60,7 +60,7 @@ class ResolvedOptimizer:
     optimizer_class: type[Optimizer]
     defaults: dict[str, Any]
     text: str  # for the log
-    bias_correction: bool = True  # False: Adam without it, as in DeepSpeed; torch has none
+    bias_correction: bool = True  # False: Adam without it, which DeepSpeed has and torch does not
 
 
 def make_optimizer(
@@ -71,9 +71,9 @@ def make_optimizer(
 ) -> Optimizer:
     """Return a torch optimizer that holds the run's param groups and defaults; it is never stepped.
 
-    `optimizer`: the user's, or a function that makes one from `model_parameters`; None: the config's `section` names
-    one. If both are None, the result has no param groups. `model_parameters`: parameters or param groups; None: all
-    parameters that require a gradient. Raises ModelError and ConfigError.
+    `optimizer`: the user's optimizer, or a function that makes one from `model_parameters`; None: the config's
+    `section` names one. If both are None, the result has no param groups. `model_parameters`: parameters or param
+    groups; None: all parameters that require a gradient. Raises ModelError and ConfigError.
     """
     if isinstance(optimizer, Optimizer):
         return _chosen(optimizer, section)
@@ -146,10 +146,12 @@ def group_params(source: Optimizer, specs: Mapping[nn.Parameter, ParamSpec]) -> 
 def make_rule(
     source: Optimizer, state_format: str = "fp32", *, steps_parts: bool = False, num_threads: int | None = None
 ) -> UpdateRule:
-    """Make the update rule for the optimizer `source`. Adam, AdamW, SGD, Adagrad and Lion get the native kernel.
+    """Make the update rule for the optimizer `source`. Adam, AdamW, SGD, Adagrad and Lion get the native kernel, unless
+    a param group has an option of torch's own code (_TORCH_CODE).
 
-    `steps_parts`: parameters are stepped in parts; fused and foreach then have no effect. `num_threads`: of the kernel;
-    None: all of this process. Raises ConfigError if the rule cannot keep its state in `state_format`.
+    `steps_parts`: parameters are stepped in parts. With it, or with state that is not fp32, these five classes ignore
+    fused and foreach. `num_threads`: of the kernel; None: all of this process. Raises ConfigError if the rule cannot
+    keep its state in `state_format`.
     """
     is_own = steps_parts or state_format != "fp32"
     given = [option for option in _TORCH_CODE if any(group.get(option) for group in source.param_groups)]

@@ -60,8 +60,8 @@ class Schedule(ABC):
         """Return the rate of each param group at `last_batch_iteration`."""
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Set the rate for the next optimizer step. Call it once after each optimizer step. `last_batch_iteration`:
-        None: one more than the last."""
+        """Set the rate for the next optimizer step. Call it once after each optimizer step. `last_batch_iteration`: the
+        number to go on from; None: one more than the last."""
         following = self.last_batch_iteration + 1
         self.last_batch_iteration = following if last_batch_iteration is None else last_batch_iteration
         self._apply()
@@ -115,7 +115,7 @@ class WarmupLR(Schedule):
 
 @final
 class WarmupDecayLR(WarmupLR):
-    """Raises the rate from `warmup_min_lr` to `warmup_max_lr`, and lowers it again until step `total_num_steps`."""
+    """Raises the rate from `warmup_min_lr` to `warmup_max_lr`, and lowers it back until `total_num_steps`."""
 
     def _gamma(self, iteration: int) -> float:
         num_warmup, num_total = self._params["warmup_num_steps"], self._params["total_num_steps"]

@@ -172,7 +172,7 @@ class NativeRule(UpdateRule):
         return self._own_scalars(self._reference.import_state(values, state, self._completed(hyper)))
 
     def update(self, runs: Sequence[Run]) -> None:
-        """Make one step on every run. Raises InternalError, with nothing written, for arrays of another form."""
+        """Make one step on every run. Raises InternalError, with nothing written, for arrays unlike those of `Run`."""
         alike: dict[Hashable, list[Run]] = {}
         for run in runs:
             alike.setdefault(self.kind_of(run), []).append(run)

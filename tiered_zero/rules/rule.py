@@ -28,7 +28,7 @@ class StateField:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    block_numel: int = 1  # neighbouring elements of the run that share one element of the array: 8-bit state's scales
+    block_numel: int = 1  # elements of the run for each element of the array; more than 1 for scales of 8 bits
     stride: tuple[int, ...] | None = None  # in memory; None: row-major
 
     @cached_property
@@ -40,11 +40,11 @@ class StateField:
 class Run:
     """One slice of master weights with its gradient and state: the input of one update.
 
-    For an elementwise rule the arrays are 1-D, and the slice may start and end anywhere, in several parameters. For any
+    For an elementwise rule the arrays are [n], and the slice may start and end anywhere, in several parameters. For any
     other rule the arrays are one whole parameter in its own shape.
     """
 
-    master: torch.Tensor  # fp32; or int16 remainders, with the old parameter in `out`
+    master: torch.Tensor  # fp32, updated in place; or int16 remainders, with the old parameter in `out`
     grad: torch.Tensor  # fp32, bf16 or fp16, averaged over ranks; may be overwritten
     state: dict[str, torch.Tensor]  # name of a `StateField` -> its array, updated in place
     scalars: dict[str, Any]  # other state, such as step counts; replaced by the rule; empty before the first step
@@ -76,7 +76,7 @@ class UpdateRule(ABC):
 
     temporaries: int = 4
     """The most temporary fp32 arrays of a step on an accelerator, each as long as the stepped runs. Copies of state and
-    gradients are not counted."""
+    gradients are not counted. No torch class needs more than 4."""
 
     kernel: UpdateKernel | None = None
     """The native kernel, which computes updates and gradient norms; None: torch's operations compute both."""
@@ -139,7 +139,7 @@ def batches(
 ) -> Iterator[list[Run]]:
     """Yield `runs`, all with the same hyperparameters, in batches. `cut(run, start, stop)` cuts long runs."""
     on_cpu = runs[0].master.is_cpu
-    most_numel = cpu_numel if on_cpu else _DEVICE_CHUNK_NUMEL  # on the CPU: one run, in the cache
+    most_numel = cpu_numel if on_cpu else _DEVICE_CHUNK_NUMEL  # on the CPU one run, to fit into the cache
     batch: list[Run] = []
     room_numel = most_numel
     for run in runs:

@@ -83,7 +83,7 @@ class MasterFormat(ABC):
 
     dtypes: tuple[torch.dtype, ...]  # of the stored arrays: `Run.master` and, if two, the rule's unsigned field
     needs_params: bool  # an update reads the old parameters in addition to the slot
-    follows_params: bool = False  # an update takes parameters that user code has changed as masters
+    follows_params: bool = False  # an update adopts the parameters that user code has changed
 
     def bind(self, master: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
         """Return the array, [n], that the update steps as masters. `master`: the stored array, [n]. `params`: the
@@ -262,7 +262,7 @@ class StateLayout:
 
     @property
     def has_own_masters(self) -> bool:
-        """Whether the slot stores masters that follow the parameters. They are saved with the optimizer state."""
+        """Whether the slot stores masters and `follows_params`. Such masters are saved with the optimizer state."""
         return self.masters.follows_params and bool(self.masters.dtypes)
 
     def _append(self, field: StateField, piece: int | None) -> None:

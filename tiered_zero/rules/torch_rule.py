@@ -398,7 +398,8 @@ class TorchRule(UpdateRule):
         waiting: dict[tuple[int, float], list[tuple[Run, Run]]] = {}
         for run in runs:
             for piece in pieces_of(run) if self.elementwise else (run,):
-                if run.master.is_cpu or not is_known:  # only an accelerator gains from one launch for many pieces
+                # Other classes step one parameter at a time; the CPU gains nothing from one launch for many.
+                if run.master.is_cpu or not is_known:
                     yield [(piece, run)]
                     continue
                 batch = waiting.setdefault((id(run.hyper), run.grad_scale), [])

@@ -89,7 +89,8 @@ class StepReport(JsonRecord):
     kind_nbytes: dict[str, dict[str, int]] = field(default_factory=dict)
     """Tier -> kind -> the most bytes since the run began."""
     activations: dict[str, int] = field(default_factory=dict)
-    """Numbers and bytes of the activations that were moved, and of those for which there was no room."""
+    """Numbers and bytes of the activations that were moved, and of those that had no room; empty if none are
+    offloaded."""
     cpu_share: float | None = None
     """The share of its threads' CPU seconds that the process got; None if an accelerator computes."""
 

@@ -64,7 +64,7 @@ THIS_THREAD = _ThisThread()
 
 
 def on_lane_error(call: str) -> InternalError:
-    """Return the error to raise if `call`, which only compute's thread may make, is made on a lane's thread."""
+    """Return the error for `call` on a lane's thread. Only compute's thread may make this call."""
     return InternalError(
         f"{call} was called on {threading.current_thread().name}, whose current stream is not compute's. This is "
         "an error in tiered_zero, not in the model: please report it with this message."
@@ -368,8 +368,8 @@ class Accelerator(ABC):
 
     def reserve_place(self, nbytes: int, window_nbytes: int) -> PageRange | None:
         """Reserve addresses for a flat (the 1-D tensor of a unit) that is fetched and evicted. Return None if the
-        device's allocator provides its memory. `window_nbytes`: the most bytes of all such flats on the device at
-        once."""
+        device's allocator provides the flat's memory. `window_nbytes`: the most bytes of all such flats on the device
+        at once."""
         return None
 
     def unit_memory(self) -> AbstractContextManager[None]:

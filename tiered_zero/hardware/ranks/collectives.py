@@ -56,12 +56,13 @@ class Collectives(Protocol):
         order: str | None = ...,
         bounds: Sequence[int] | None = ...,
     ) -> Transfer:
-        """Start to fill `flat` [W * n] with every rank's `shard` [n], in rank order. `shard` may be this rank's part of
-        `flat`. Leave both alone until the transfer is done. `after`: transfers that fill `shard`; an error of one
-        becomes the error of the returned transfer.
+        """Start to fill `flat` [W * n] with the `shard` [n] of each of W ranks, in rank order. `shard` may be this
+        rank's part of `flat`. Leave both alone until the transfer is done. `after`: transfers that fill `shard`; an
+        error of one becomes the error of the returned transfer.
 
-        `order`: a name of what is gathered. If the ranks' names differ, all raise RankError; None: they are not
-        compared. `bounds`: W + 1 offsets in `flat`, of shards of any sizes; None: all shards have one size.
+        `order`: a name of what is gathered. If the ranks' names differ, all raise RankError. None: they are not
+        compared, and all ranks must gather in one order. `bounds`: W + 1 offsets in `flat`, of shards of any sizes;
+        None: all shards have one size.
         """
 
     def reduce_scatter(
@@ -298,10 +299,10 @@ def agree(
 ) -> list[Result]:
     """Run `act` on every rank at the same time, and return the ranks' results in rank order. Driver thread; blocks.
 
-    If `act` raises on one rank, every rank raises an error of its class, and the run can go on. An `act` that fails
-    between collectives must call `ranks.fail`, because the other ranks wait in a collective. `call`: names the act in
-    errors. `encode`, `decode`: convert a result to JSON and back. Raises RankError if another rank makes a different
-    `call`, has failed, or does not answer.
+    If `act` raises on one rank, every rank raises an error of the same class, and the run can go on. An `act` that
+    fails between collectives must call `ranks.fail`, because the other ranks wait in a collective. `call`: names the
+    act in errors. `encode`, `decode`: convert a result to JSON and back. Raises RankError if another rank makes a
+    different `call`, has failed, or does not answer.
     """
     if ranks.world_size == 1:
         return [act()]

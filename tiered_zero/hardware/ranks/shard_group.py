@@ -30,7 +30,7 @@ class StepHook(JoinHook):
 @final
 class ShardGroup:
     """Sends tensors and values between the ranks of `process_group`. None: the default group, or this process alone if
-    there is none. Raises torch's error if a launcher has started several processes without a group."""
+    there is no group. Raises torch's error if a launcher has started several processes without a group."""
 
     def __init__(self, process_group: Any = None) -> None:
         self.process_group: Any = process_group
