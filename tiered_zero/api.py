@@ -44,12 +44,13 @@ def initialize(
 
     `config` (or `config_params`): a DeepSpeed-style dict or the path of a JSON file; `args.deepspeed_config` may name
     the file instead. `model`: on any device, and changed in place: its parameters hold values only while they are used.
-    On the meta device it gets its values from its own initialisers or from `tiered_zero.weights`.
+    On the meta device it gets its values from its own initialisers or the files of the config's `tiered_zero.weights`.
 
     `optimizer`: any torch optimizer over the model's parameters, or a callable that makes one from them.
     `lr_scheduler`: a scheduler, or a callable that makes one from the optimizer. Both are used instead of the config's.
     `model_parameters`: the parameters or param groups to train; default: all that require a gradient. `training_data`:
-    a dataset, read in its order, or a `TrainingLoader`. `mpu`, `mesh_param`: must not split the model over ranks.
+    a dataset, read in its order in the config's micro-batches, or a `TrainingLoader`. `mpu`, `mesh_param`: must not
+    split the model over ranks.
 
     Raises ConfigError, ModelError, PlanError or StoreError, where possible before anything is allocated or written.
     """

@@ -27,9 +27,10 @@ class TrainingLoader(DataLoader[Any]):
 
     * A batch is counted when the user takes it.
     * A pass ends early if its iterator is dropped, as after `break`. The next pass begins at the first sample.
-    * A state saved in the middle of a pass continues with the remaining batches. One saved after the last batch, before
-      StopIteration, gives an empty pass first.
-    * Samples that use random numbers are resumed with equal bits only without workers.
+    * After a state of the middle of a pass is loaded, the next `iter()` gives the remaining batches of this pass: none
+      if the state was saved after the last batch and before StopIteration.
+    * Loading leaves random generators as they are. Samples that use them are resumed with equal bits only without
+      workers.
     * An IterableDataset has no index: the batches taken before are read again and dropped.
     """
 
@@ -218,7 +219,7 @@ class _Pass(Iterator[Any]):
 @final
 class _Order(Sampler[int]):
     """Yields the indices of one rank's samples, from position `start` on, in the order of the pass `number`. `drops`:
-    leave out the last samples that do not suffice for every rank."""
+    leave out the last samples if they are too few for all ranks."""
 
     rank, num_ranks, drops = 0, 1, False
 

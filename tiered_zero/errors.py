@@ -52,7 +52,8 @@ class UntaggedCommitError(StoreError):
 
 
 class CorruptionError(StoreError):
-    """Bytes read back are not the bytes written. After a failed load the engine takes no further step."""
+    """Bytes read back are not the bytes written. No update is computed from such bytes. After a failed load the
+    engine takes no further step."""
 
 
 class EngineFailedError(TieredZeroError):

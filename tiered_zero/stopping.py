@@ -54,8 +54,8 @@ def stop_on_signals(*, at_boundary: bool = True) -> Iterator[StopRequest]:
     """Let SIGTERM and Ctrl-C ask training to end, instead of ending it at once, inside the block.
 
     Yields a StopRequest to check after each `engine.step()`: it is true once a signal has come. A second signal raises
-    SystemExit or KeyboardInterrupt at once; in the middle of an update this ends the engine. Enter the block in the
-    main thread. `at_boundary`: False lets the first signal raise too.
+    SystemExit or KeyboardInterrupt at once; if it comes in the middle of an update, the engine can then only be closed.
+    Enter the block in the main thread. `at_boundary`: False lets the first signal raise too.
     """
     request = StopRequest(at_boundary)
     numbers = [signal.SIGTERM]

@@ -81,9 +81,9 @@ _LEAST_STRETCH_NBYTES = 16 << 20
 
 
 def touch_pages(address: int, nbytes: int, num_threads: int, cpus: Collection[int] = ()) -> None:
-    """Allocate the pages of a mapping on several threads, before they are pinned: pinning uses one thread, 0.4 s per
-    GiB. `cpus`: the processors of the threads, whose NUMA node gets the pages. Does nothing if the system refuses, or
-    for a small mapping without `cpus`."""
+    """Allocate the pages of a mapping on several threads. Pinning would do it on one thread, in 0.4 s per GiB. `cpus`:
+    the processors of the threads, whose NUMA node gets the pages. Does nothing if the system refuses, or for a small
+    mapping without `cpus`."""
     stretch_nbytes = align_up(max(_LEAST_STRETCH_NBYTES, -(-nbytes // num_threads)), PAGE_NBYTES)
     if sys.platform != "linux" or (nbytes <= stretch_nbytes and not cpus):
         return

@@ -90,8 +90,8 @@ class Checkpoints:
     ) -> None:
         """Save the state after the last step. The tag is durable on return, except with checkpoint.async. Every rank
         calls this; it returns on all ranks, or raises on all. `begin`: checks that the call is allowed now, and returns
-        the step and the tag. `save_latest`: write the tag to the file `latest`. Raises the errors of this save, and of
-        an earlier asynchronous one."""
+        the step and the tag's name. `save_latest`: write this name to the file `latest`. Raises the errors of this
+        save, and of an earlier asynchronous one."""
         captured: list[Capture] = []
         arguments = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen}
 

@@ -397,7 +397,8 @@ def _check_scheduler(scheduler: Any, saved: Any, optimizer: TieredOptimizer) -> 
 
 
 MAX_DEPTH: Final = 50
-"""The deepest nesting of containers that is saved. JSON nests three times as deep; its parser takes 200 levels."""
+"""The deepest nesting of containers that is saved. JSON nests up to three times as deep; its parser takes
+200 levels."""
 
 SAVED_TYPES: Final = (
     "exactly None, bool, int, float, str, bytes, list, tuple, dict, tensors, and numpy's arrays and scalars of numbers"
@@ -470,6 +471,7 @@ def from_json(values: Any) -> Any:
             return base64.b64decode(own, validate=True)
         if kind in ("$array", "$tensor"):
             name, shape, text = own
+            # memory only for the bytes of the text: a false shape allocates nothing
             raw = numpy.frombuffer(bytearray(base64.b64decode(text, validate=True)), numpy.uint8)
             if kind == "$tensor":
                 return torch.from_numpy(raw).view(torch_dtype(name)).reshape(shape)

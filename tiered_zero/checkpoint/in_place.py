@@ -339,9 +339,9 @@ def adopt(
     slots: Sequence[PlannedSlot],
     layouts: list[StateLayout],
 ) -> Adoption | None:
-    """Adopt the in-place commit `found` on every rank, if this run lays out its bytes as at the commit. Return None if
-    it does not (the reason is logged), or if `found` is no such commit. Every rank calls this. Raises StoreError if the
-    commit is damaged or its owner is alive."""
+    """Adopt the in-place commit `found`, if this run commits in place and every rank lays out its bytes as at the
+    commit. Return None if it cannot be adopted (the reason is logged), or if `found` is no such commit. Every rank
+    calls this. Raises StoreError if the commit is damaged or its owner is alive."""
     if found.swap is None:
         return None
     swap = found.swap

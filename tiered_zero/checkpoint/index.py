@@ -10,8 +10,8 @@ cuts and places the tensor. A key is `<kind>/<parameter name>`:
     buffer   a persistent buffer
 
 A parameter with a master is not saved itself: it is its master, rounded. An elementwise state array has the parameter's
-shape. The scales of 8-bit moments have one element per block of the parameter. Bytes are saved as they are stored. A
-tensor's form says how to compute its elements from them:
+shape. The scales of 8-bit moments have one element per block of the parameter. Any other state array keeps its own
+shape. Bytes are saved as they are stored. A tensor's form says how to compute its elements from them:
 
     plain       one source: the elements themselves
     joined      masters stored as remainders: sources are remainder (int16), parameter (bfloat16), and the second
@@ -306,7 +306,8 @@ class Share(StrictModel):
 
 def join_shares(shares: Sequence[Share]) -> dict[str, Any]:
     """Join the shares of all ranks. Return the fields `tensors`, `records` and `scalars` of TagManifest. Raises
-    StoreError if the ranks do not have each element once, and InternalError if their scalars differ."""
+    StoreError if ranks disagree about a tensor or do not have each element once, and InternalError if their scalars
+    differ."""
     entries: dict[str, TensorEntry] = {}
     facts: dict[str, tuple[Any, ...]] = {}
     parts: dict[str, list[Part]] = {}

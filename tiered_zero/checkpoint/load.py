@@ -189,6 +189,7 @@ def _match_states(
             raise StoreError(
                 f"The step count of {name} in checkpoint {tag} cannot be read ({error}). Load another checkpoint."
             ) from error
+        # one object for equal neighbours: the update steps these together
         found[own_name] = last = last if same(last, own) else own
     num_rounded = sum(_check_arrays(view, manifest, *own, kinds) for own in placed.values())
     if num_rounded and not convert:
@@ -324,7 +325,7 @@ class TensorReader:
         return values
 
     def damage(self) -> list[Broken]:
-        """Read every byte of the data files, and return the ranges that differ from what was written."""
+        """Read every byte of the data files, and return the ranges that are damaged or cannot be read."""
         return self._records.damage()
 
     def _wanted(self, entry: TensorEntry, start: int, values: torch.Tensor) -> list[Wanted]:
@@ -505,7 +506,7 @@ class StateLoader:
         self, layout: StateLayout, work: SubGroupWork, keeps: bool, filled: Sequence[tuple[int, int]]
     ) -> torch.Tensor:
         """Return memory for a sub-group's masters, [numel] fp32: the slot's own, or a new array if the slot stores
-        remainders. `keeps`: begin with the present values. `filled`: the ranges of parameters, which will be filled."""
+        remainders. `keeps`: begin with the present values. `filled`: the ranges of parameters; all else is zeros."""
         numel, device = layout.subgroup.numel, work.raw.device
         if not layout.masters.needs_params:
             masters = layout.master(work.raw)

@@ -203,7 +203,7 @@ def _parts(committed: Manifest, path: Path) -> list[RankPart]:
 @dataclass(frozen=True, kw_only=True)
 class TagInfo:
     """What `look_at` finds out about one tag. `complete`: whether it can be loaded. `reason`: why not, or "". `nbytes`:
-    disk blocks that it takes. `is_foreign`: whether it is another program's checkpoint. `created_s`: seconds since the
+    what it takes on disk. `is_foreign`: whether it is another program's checkpoint. `created_s`: seconds since the
     epoch; 0.0 if unknown.
 
     Of an in-place commit: `run_id`, `commit_id`: the ids in the tag. `swap`, `held_id`: the directory and the id of the
@@ -608,9 +608,9 @@ def _lock(path: Path, owner: Owner, resources: ExitStack, own_runs: Container[st
 
 
 def prune(save_dir: str | os.PathLike[str], keep: int, *, dry_run: bool = False) -> list[TagInfo]:
-    """Remove all whole tags except the newest `keep`, and pointers to commits that are gone. Return the removed tags;
-    with `dry_run`, those that would be removed. These stay: the tag that `latest` names; the newest pointer of a run if
-    its last commit has no tag; a tag that holds other programs' files. Raises StoreError."""
+    """Remove all complete tags except the newest `keep`, and tags of in-place commits that are gone. Return the removed
+    tags; with `dry_run`, those that would be removed. These stay: the tag that `latest` names; the newest tag of a run
+    whose last in-place commit has no tag; a tag with other programs' files. Raises StoreError."""
     if keep < 1:
         raise StoreError(f"Keep at least one checkpoint; found {keep}.")
     directory = SaveDirectory.join(save_dir) if dry_run else SaveDirectory.open(save_dir)

@@ -161,8 +161,8 @@ class SaveDirectory:
         return replaced
 
     def finish(self, replaced: str | None, latest: str | None = None) -> None:
-        """Make the last `rename` durable, and remove `replaced`, which it returned. `latest`: a file from
-        `prepare_latest`, to rename to `latest`. If this raises OSError, the replaced tag still exists."""
+        """Make the last `rename` durable, and remove its result `replaced`. `latest`: a file from `prepare_latest`,
+        which gets the name `latest`. If this raises OSError, the replaced tag still exists."""
         if latest is not None:  # after a crash only one rename may be done: safe for pointers, which lead to one state
             os.rename(latest, LATEST_NAME, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         os.fsync(self.fd)

@@ -420,8 +420,8 @@ def named_as_in(directory: Path, tensors: Sequence[WeightTensor], tied: Containe
 
 
 def copy_config(directory: Path, out: Path, dtype: str) -> list[Path]:
-    """Copy a model's files other than weights, such as config and tokenizer, and return the copies. `dtype`: the
-    export's, for the config. Raises StoreError."""
+    """Copy a model's files other than weights, such as config and tokenizer, and return the copies. The config's copy
+    gets `dtype`, and loses what it says of quantised weights. Raises StoreError."""
     copied = []
     try:
         with _hidden_directory(out) as temporary:

@@ -169,7 +169,7 @@ def _with_errno(text: str, code: int) -> TransferError:
 
 
 def memory_address(view: memoryview) -> int:
-    """Return the address of a contiguous view's memory."""
+    """Return the address of a contiguous view's memory, valid while the view lives."""
     return int(numpy.asarray(view).__array_interface__["data"][0])
 
 
@@ -340,7 +340,7 @@ class IOEngine(ABC):
         ]
 
     def drain(self) -> None:
-        """Wait until each request submitted before this call is complete or stuck."""
+        """Wait until all requests submitted before this call are complete, or one is stuck."""
         self._drain()
 
     def close(self) -> None:

@@ -22,8 +22,8 @@ larger bucket would keep the gradients of many units waiting."""
 
 @dataclass(frozen=True, kw_only=True)
 class BucketPart:
-    """The elements of one unit in a bucket. `spans`: for each rank, the range of the unit's flat. `starts`: for each
-    rank, the offset in the bucket. `is_first`, `is_last`: this is the unit's first or last part in all buckets."""
+    """The elements of one unit in a bucket. `spans`: for each rank, its range of the unit's flat. `starts`: where each
+    of these ranges begins in the bucket. `is_first`, `is_last`: this is the unit's first or last part of all."""
 
     unit: Unit
     spans: tuple[range, ...]

@@ -30,8 +30,8 @@ class ParamSpec:
     """One parameter; tied weights are one parameter.
 
     `name`: its first fully qualified name. `dtype`: on the device. `index`: its place in `model.parameters()`.
-    `aliases`: its other names. `embedding`: it is the table of an nn.Embedding. `stride`: None for row-major. `owner`:
-    the class of its module.
+    `aliases`: its other names. `embedding`: it is the table of an nn.Embedding. `stride`: its strides in memory, which
+    is dense; None: row-major. `owner`: the class of its module.
     """
 
     name: str
@@ -306,7 +306,7 @@ def _join_small(parts: Iterable[_Part], most_numel: int) -> list[_Part]:
     open_parts: dict[tuple[str, _Kind], _Part] = {}
     for part in parts:
         first = None if part.block is None else open_parts.get((part.block, part.kind))
-        # the limit exists because a part is fetched whole, also for one expert that a batch chooses
+        # a limit, because a part is fetched whole even if a batch uses only one expert in it
         if first is not None and part.block is not None and first.numel + part.numel <= most_numel:
             first.module = part.block
             first.params += part.params

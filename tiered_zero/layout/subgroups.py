@@ -75,7 +75,7 @@ class ParamPiece:
 @dataclass(frozen=True, kw_only=True)
 class Segment:
     """A range of one unit in a sub-group. `unit_start`: its first element in the unit's flat; `start`: in the
-    sub-group. The optimizer does not step elements outside of all pieces."""
+    sub-group. Elements outside of all pieces are padding (zeros), or of parameters that no param group holds."""
 
     unit: Unit
     unit_start: int

@@ -179,7 +179,7 @@ class UpdateKernel:
         return list(norms)
 
     def close(self) -> None:
-        """End the threads. The kernel must not be used afterwards."""
+        """End the threads. Idempotent. The kernel must not be used afterwards."""
         self._end()
         self._pool = None
 

@@ -117,8 +117,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return loss
 
     def join_hook(self, **_: Any) -> StepHook:
-        """Return a hook for torch's Join context: it calls `step()` on ranks without more data. Gradients must be set
-        then."""
+        """Return a hook for torch's Join context, which calls `step()` on ranks that have no more data. Set gradients
+        before."""
         return StepHook(self.step)
 
     @property
@@ -247,8 +247,8 @@ def _open_together(ranks: ShardGroup, make: Callable[[], OffloadedOptimizer]) ->
 
 
 class _Broadcasts:
-    """Starts the broadcasts of one step. A round broadcasts one parameter of every rank. `messages`: for each rank the
-    result of `_messages_of`."""
+    """Starts the broadcasts of one step, in one order on all ranks. A round broadcasts one parameter of every rank.
+    `messages`: for each rank the result of `_messages_of`."""
 
     def __init__(self, ranks: ShardGroup, messages: Sequence[Sequence[tuple[int, Tensor]]]) -> None:
         self._ranks = ranks

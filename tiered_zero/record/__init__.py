@@ -15,9 +15,9 @@ A *scratch* record (the default) has one slot, which is rewritten in place; its 
 `write_once` it gets its second slot at the first write that would change bytes of the last commit. The manifest is the
 durable file that lists the records of a commit.
 
-A write is cut at multiples of 1 MiB; each piece has an xxh3-64 checksum (26 GB/s on one core here; zlib.crc32: 2.2
-GB/s). A read verifies the pieces that it covers whole. `SwapStore.nbytes("unverified")` is the number of all other
-bytes that were read."""
+A write is cut at multiples of 1 MiB in the record; each piece has an xxh3-64 checksum (26 GB/s on one core here;
+zlib.crc32: 2.2 GB/s). A read verifies the pieces that it covers whole; the rest of a piece that was rewritten in part
+has no checksum. `SwapStore.nbytes("unverified")` is the number of bytes that were read and not verified."""
 
 from tiered_zero.record.directory import RunInfo, SwapDir, collect_garbage, list_runs
 from tiered_zero.record.manifest import Record

@@ -226,8 +226,8 @@ _READ_BLOCKS: Final = IOSettings(block_size=MIB)
 @final
 @dataclass(frozen=True, kw_only=True)
 class RecordFiles:
-    """One store (a set of data files) to read. `paths`: its files, of checked sizes. `contents`: its table of
-    records."""
+    """One store (a set of data files) to read. `paths`: its files; the caller has checked their sizes.
+    `contents`: its table of records."""
 
     paths: Sequence[Path]
     contents: Contents
@@ -543,7 +543,7 @@ class RecordWriter:
         self.close()
 
     def close(self) -> None:
-        """Close the file in any state. Idempotent."""
+        """Close the file in any state, after all its requests have ended. Idempotent."""
         if self._file is not None:
             self._file.close()
         if self._hashing is not None:

@@ -169,7 +169,7 @@ class SwapDir:
     @classmethod
     def create(cls, parents: Sequence[Path], *, model: str = "", owner_note: str = "") -> SwapDir:
         """Make and lock `tiered_zero-<run id>` (mode 0700) under each parent. Raises ConfigError if a parent cannot be
-        used, and StoreError for other failures."""
+        used, and StoreError for other failures; no directory is then left."""
         checked = [Path(os.path.abspath(Path(parent).expanduser())) for parent in parents]
         for parent in checked:
             preflight_directory(parent)
@@ -330,8 +330,8 @@ _PROBE_PREFIX = ".tiered-zero-probe-"
 class RunInfo:
     """One run's directory under one swap path.
 
-    `state`: "alive", "dead" or "unknown". `nbytes`: disk blocks that the directory takes. `age_s`: since a process made
-    or took over the directory. `pid`: 0 if unknown. `step`: of the last commit; None without one. `resumable`: whether
+    `state`: "alive", "dead" or "unknown". `nbytes`: what the directory takes on disk. `age_s`: since a process made or
+    took over the directory. `pid`: 0 if unknown. `step`: of the last commit; None without one. `resumable`: whether
     the directory may hold a state to resume. `own`: whether this user owns it and can read it."""
 
     run_id: str

@@ -163,6 +163,7 @@ class NvmeTier(Tier):
         for start, end in ((at, min(at + most, stop)) for begin, stop in spans for at in range(begin, stop, most)):
             fetch.chunks.append(chunk := _Chunk(part=fetch.target[start:end], offset=start))
             nbytes = align_up(end - start, PAGE_NBYTES)
+            # urgent: compute waits for parameters; the prefetch limit bounds how long reads of state wait
             if pages is not None:
                 chunk.read = self.store.read(record, pages[start : start + nbytes], start, urgent=True)
             elif takes_buffers and (lease := self._staging.lease_nowait(nbytes, record.name)) is not None:

@@ -176,8 +176,8 @@ class PagedFlat:
         """The flat of an earlier step, which uses the same record. It is dropped when this flat is opened."""
 
     def next(self) -> PagedFlat:
-        """Return the flat for the next step: this one if it was never opened. Opening the new flat drops this one: open
-        it only after the update has read this one."""
+        """Return the flat for the next step: this one if it was never opened, else a new one. Open a new one only after
+        the update has read this one, which is then dropped."""
         if not self.was_opened:
             return self
         flat = PagedFlat(self.home, self.windows, self.dtype, self.numel, cuts=self.cuts, padding=self.padding)
@@ -206,7 +206,7 @@ def _write(flat: PagedFlat, lease: Lease) -> Transfer:
 @final
 class FlatWindows:
     """Leases windows (buffers in host memory) to flats of gradients. Any thread. `writes_ahead`: start to write the
-    oldest window when no window is free."""
+    oldest window once the last free one is taken, before another flat needs it."""
 
     def __init__(self, pool: StagingPool, recorder: Recorder, *, writes_ahead: bool) -> None:
         self._pool, self._recorder = pool, recorder

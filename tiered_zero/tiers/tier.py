@@ -421,7 +421,8 @@ def write_slot(home: Home, offset: int, data: torch.Tensor, staging: StagingPool
 def leased_slot(
     home: Home, staging: StagingPool | None, read: slice, write: slice | None = None
 ) -> Iterator[torch.Tensor]:
-    """A context manager that lends a slot's bytes, [nbytes] uint8: in place, or in a staging buffer for a slot on NVMe.
+    """A context manager that lends a slot's bytes, [nbytes] uint8: the slot's own memory, perhaps on the device, or a
+    staging buffer if the slot is on NVMe.
 
     `read`: the range to read from NVMe before the block. `write`: the range to write to NVMe after the block, unless it
     raises. Both are whole pages."""
