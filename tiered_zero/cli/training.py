@@ -97,8 +97,8 @@ class Saver:
             self._end_save()
 
     def _is_found(self, error: Exception) -> bool:
-        """Return whether --resume finds a step whose save failed: it is committed in place, and an older tag leads to
-        it."""
+        """Return whether --resume finds a step whose save failed: the step is committed in place, and an older tag
+        leads to the commit."""
         try:
             return isinstance(error, UntaggedCommitError) and find_checkpoint(self._directory).swap is not None
         except StoreError:

@@ -35,7 +35,7 @@ def check_random_states(states: Any) -> None:
 
 
 def restore_random_states(states: Mapping[str, Any]) -> list[str]:
-    """Set every generator to its state in `states`. Return one line of text for each one that was not restored."""
+    """Set every generator to its state in `states`. Return a line of text for each generator that was not restored."""
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     lines, own, saved = [], _numpys_generator(), states["numpy"]["bit_generator"]

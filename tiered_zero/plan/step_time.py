@@ -106,8 +106,8 @@ class StepSeconds:
     tokens: int  # of the whole step
     written_nbytes: Mapping[str, int]  # kind -> bytes written to nvme
     num_events: int  # simulated
-    hidden_from_tokens: Mapping[str, int | None] = field(default_factory=dict)  # see `predict_step`; None: not found
-    searched_tokens: Mapping[str, int] = field(default_factory=dict)  # the most that the search tried
+    hidden_from_tokens: Mapping[str, int | None] = field(default_factory=dict)  # by tier: see `predict_step`; or None
+    searched_tokens: Mapping[str, int] = field(default_factory=dict)  # by tier: the most that were tried
 
     @property
     def bound_by(self) -> str:

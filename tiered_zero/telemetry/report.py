@@ -183,7 +183,7 @@ class StepMeter:
 
 
 def known_first(known: Sequence[str], found: Iterable[str]) -> list[str]:
-    """Return each name in `found` once, in the order of `known`; names that it lacks follow."""
+    """Return each name in `found` once, in the order of `known`; names that `known` lacks follow."""
     names = dict.fromkeys(found)
     return [*filter(names.__contains__, known), *filterfalse(known.__contains__, names)]
 

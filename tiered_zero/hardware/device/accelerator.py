@@ -178,8 +178,8 @@ class DelayInjector:
 
 
 class Lane:
-    """An ordered queue of jobs, and the thread that launches them. A failed job does not stop later ones. `inline`: an
-    idle lane runs a job that waits for nothing on the submitting thread."""
+    """An ordered queue of jobs, and the thread that launches them. A failed job does not stop later ones. `inline`:
+    while the lane is idle, the submitting thread runs jobs that wait for nothing."""
 
     def __init__(self, name: str, launch: Launch, delays: DelayInjector | None = None, inline: bool = False) -> None:
         self.name = name
@@ -420,7 +420,8 @@ _LIBC = ctypes.CDLL(None)
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy between contiguous CPU tensors of one dtype and size, without the GIL. Raises ValueError for others."""
+    """Copy between contiguous CPU tensors of one dtype and size, without the GIL. Raises ValueError for other
+    tensors."""
     if target.dtype != source.dtype or target.numel() != source.numel():
         raise ValueError(f"copy_bytes needs equal dtypes and sizes, not {_describe(target)} and {_describe(source)}")
     for tensor in (target, source):

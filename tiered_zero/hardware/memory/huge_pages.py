@@ -30,7 +30,8 @@ _MAX_STORED = 4096
 @final
 class HugePagePool:
     """Maps huge pages at units' addresses, and stores the pages that no unit uses. Driver thread. `nbytes`: the limit
-    of mapped and stored pages together. Raises OSError if the system cannot move pages (no Linux, or before 5.7)."""
+    of mapped and stored pages together. Raises OSError if the system cannot move pages (not Linux, or Linux before
+    5.7)."""
 
     def __init__(self, nbytes: int) -> None:
         self._libc = _bind()
@@ -73,7 +74,7 @@ class HugePagePool:
             self._vacant.append(self._stored.pop())
 
     def unmap(self, address: int, nbytes: int, keep: bool) -> None:
-        """Unmap the memory at `address`. `keep`: the store takes its huge pages if it has room; False: none."""
+        """Unmap the memory at `address`. `keep`: the store takes the huge pages for which it has room; False: none."""
         with suppress(OSError):  # the rest is freed
             for index in range(min(nbytes // HUGE_PAGE_NBYTES, len(self._vacant)) if keep else 0):
                 self._move(address + index * HUGE_PAGE_NBYTES, self._vacant[-1])
@@ -99,7 +100,7 @@ class HugePagePool:
 @final
 class PageRange:
     """The fixed addresses of a unit. Reads see NaN before `fill` and after `empty`. `fill` leaves the content
-    undefined. The last view of the addresses frees them."""
+    undefined. The addresses are freed with their last view."""
 
     def __init__(self, pool: HugePagePool, nbytes: int) -> None:
         self._pool = pool
