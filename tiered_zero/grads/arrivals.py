@@ -101,8 +101,8 @@ class GradientArrivals:
             mark.is_met = True  # the graph is freed here: a later backward, which reduces, gets no gradient from it
 
     def begin_own_backward(self) -> None:
-        """Begin a backward that the engine did not start. If it gathers parameters and brings gradients, also begin
-        their reduction."""
+        """Begin a backward that the engine did not start. If it gathers parameters and brings gradients, also begin to
+        reduce these gradients."""
         self._is_counted = False
         # Every rank must begin the reduction at the same place among the gathers. The first gradient may come before a
         # gather on one rank and after it on another: the ranks would wait for each other.

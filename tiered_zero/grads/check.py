@@ -37,8 +37,8 @@ _fused_tails: dict[str, bool | None] = {}
 
 @dataclass(frozen=True, kw_only=True)
 class GradCopy:
-    """A copy of `source` [n], the gradient of the parameter `index`, to `target` [n] in host memory. `adds`: whether
-    `source` is added to `target` instead."""
+    """A copy of `source` [n], the gradient of the parameter `index`, to `target` [n] in host memory, in the dtype of
+    `target`. `adds`: whether `source` is added to `target` instead."""
 
     index: int
     target: torch.Tensor
@@ -168,8 +168,8 @@ def check_gradients(
 
 
 def check_squares(squares: float, first_bad: str | None, loss_scale: float, max_norm: float) -> GradCheck:
-    """Check the averaged gradients of many ranks. `squares`: the fp64 sum of squares over all ranks; gradients still
-    contain `loss_scale`. `first_bad`: see `GradCheck`. `max_norm`: see `check_gradients`."""
+    """Check the averaged gradients of many ranks. `squares`: the fp64 sum of squares over all ranks, of gradients
+    multiplied by `loss_scale`. `first_bad`: see `GradCheck`. `max_norm`: see `check_gradients`."""
     finite = first_bad is None
     norm = math.sqrt(squares) / loss_scale if squares >= 0 else math.nan
     total = torch.tensor(norm, dtype=torch.float64, device="cpu")

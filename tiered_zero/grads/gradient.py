@@ -160,7 +160,7 @@ class UnitGradients:
 
     @property
     def holds_sums(self) -> bool:
-        """Whether gradients of this rank are fp32: those in `waiting`, or in `flat` if it holds the whole unit."""
+        """Whether this rank's gradients are fp32: any in `waiting`, or `flat` if it holds the whole unit."""
         own = [*([self.flat] if self.shard is None else []), *self.waiting.values()]
         return any(values.dtype == torch.float32 for values in own)
 
@@ -352,7 +352,7 @@ class UnitGradients:
         self.norms.clear()
 
     def expire_views(self, indices: Iterable[int] | None = None) -> None:
-        """Make every use of tensors that users hold as `param.grad` raise ModelError: their memory is used again.
+        """Make the tensors that users hold as `param.grad` raise ModelError at every use: their memory is used again.
         `indices`: the parameters; None: all."""
         for index in tuple(self.shown) if indices is None else indices:
             view = self.shown.pop(index, None)
@@ -437,8 +437,8 @@ class InFlightGradients:
     ended). Driver thread or autograd's."""
 
     def __init__(self, runtime: Runtime, limit_nbytes: int, staging: StagingPool | None, norms: GradNorm) -> None:
-        """`limit_nbytes`: if more are in flight, autograd waits for the oldest gradients. `staging`: for sums in host
-        memory."""
+        """`limit_nbytes`: if more bytes are in flight, autograd waits for the oldest gradients. `staging`: buffers for
+        sums in host memory."""
         self._accelerator, self._recorder, self._ledger = runtime.accelerator, runtime.recorder, runtime.ledger
         self._span = runtime.accelerator.timer(runtime.recorder)
         self._limit_nbytes = limit_nbytes

@@ -42,9 +42,9 @@ NO_MARK = 1 << 62
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
     """How gradients are reduced. `buckets`: all, in order. `gathers`: whether every rank gets the whole average, not
-    only its shards. `before`, `after`: the divisors of gradients and of their sums. `dtype`: of the sums; None: that of
-    the gradients. `overlaps`: whether backward goes on while a bucket is reduced. `shards_params`: whether backward
-    gathers parameters. `in_backward`: whether the last backward of a step reduces whole gradients."""
+    only its shards. `before`: the divisor of gradients. `after`: the divisor of their sums. `dtype`: that of the sums;
+    None: the dtype of the gradients. `overlaps`: whether backward goes on while a bucket is reduced. `shards_params`:
+    whether backward gathers parameters. `in_backward`: whether the last backward of a step reduces whole gradients."""
 
     buckets: Sequence[Bucket]
     gathers: bool
@@ -144,8 +144,8 @@ class GradientReducer:
 
     def begin_backward(self, *, is_last: bool) -> None:
         """Agree with the other ranks which units this backward reduces. Do nothing inside another backward, or if
-        step() reduces. `is_last`: whether it is the step's last backward. Raises RankError if ranks make different
-        calls."""
+        step() reduces. `is_last`: whether it is the step's last backward; equal on all ranks. Raises RankError if
+        ranks make different calls."""
         if self.is_open or not (self.is_sharded or (is_last and self._reduction.in_backward)):
             return
         self.is_open = True
@@ -364,7 +364,7 @@ class GradientReducer:
 
     def _dtype(self, bucket: Bucket) -> torch.dtype:
         """Return the dtype of the bucket's sums: `Reduction.dtype`, if it is set. Else fp32 if any rank has sums of
-        several backwards, or the dtype of the units."""
+        several backwards, and the dtype of the units if none has."""
         if self._reduction.dtype is not None:
             return self._reduction.dtype
         own: torch.dtype = bucket.parts[0].unit.dtype
@@ -527,8 +527,8 @@ class UnitUses:
     module that owns units. A backward that meets a mark has passed that call and all later ones. A unit is passed when
     backward has passed all of its calls.
 
-    There is no mark if a call has no input that autograd has computed (token ids), or if a parameter is used outside of
-    its module. The unit is then passed once all of its parameters that ever had a gradient have one. A gradient that
+    There is no mark if autograd has computed no input of a call (token ids), or if a parameter is used outside of its
+    module. The unit is then passed once all of its parameters that ever had a gradient have one. A gradient that
     comes later waits in the gradient store, which costs only memory and time."""
 
     def __init__(self) -> None:

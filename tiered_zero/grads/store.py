@@ -64,8 +64,8 @@ class GradientStore:
         norms: GradNorm,
         overflow: OverflowGuard,
     ) -> None:
-        """`params`: trainable parameter -> its unit and its place there. `overflow`: has the loss scale, which
-        gradients at their homes still contain."""
+        """`params`: trainable parameter -> its unit and its place there. `overflow`: has the loss scale, by
+        which gradients at their homes are multiplied."""
         self._units = {gradients.unit.index: gradients for gradients in units}
         self._places = {param: (self._units[unit.index], entry) for param, (unit, entry) in params.items()}
         """Parameter -> its unit's gradients and its place in the unit. Parameters without elements are not in it."""
@@ -376,9 +376,9 @@ class GradientStore:
         return place[0].show(place[1], self._overflow.loss_scale)
 
     def assign(self, param: nn.Parameter, value: torch.Tensor | None) -> None:
-        """Make `value` the gradient of `param`, as `param.grad = value` does; None drops the gradient. With a loss
-        scale, `value` is the unscaled gradient, and may be fp32. Raises ModelError if its shape, dtype or device does
-        not fit, and while gradients are hidden. Driver thread."""
+        """Make `value` the gradient of `param`, as `param.grad = value` does; None drops the gradient. `value` may
+        stay uncopied until step(). With a loss scale, it is the unscaled gradient, and may be fp32. Raises ModelError
+        if its shape, dtype or device does not fit, and while gradients are hidden. Driver thread."""
         if (place := self._places.get(param)) is None:
             return
         gradients, entry = place
@@ -467,7 +467,8 @@ class GradientStore:
         on_device: dict[int, torch.Tensor] = {}
         for gradients, entry in found:
             index = entry.param.index
-            if index not in gradients.norms or index in gradients.shown:  # changed by a user, perhaps by .data
+            # a user may have changed a shown gradient, also by .data, which moves no counter
+            if index not in gradients.norms or index in gradients.shown:
                 if gradients.paged is not None:
                     assert not gradients.frozen, "measured on arrival: the update frees it"
                     with gradients.opened() as flat:

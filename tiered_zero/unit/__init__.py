@@ -20,6 +20,6 @@ No entry point depends on the recorded order of use. Only prefetching does (`Sch
 
 [Note: Casts of weights]
 torch.autocast keeps a 16-bit copy of every weight that it casts until its outermost block ends: 2 bytes a parameter,
-which no plan counts. While autograd records, this cache must stay on: all uses of a weight then share one cast, which
-sums their gradients in 16 bits, as in plain PyTorch. Without grad mode (evaluation, the forward of a reentrant
-checkpoint) the cache is off while a module with offloaded units runs."""
+which no plan counts. While autograd records, this cache of copies must stay on: all uses of a weight then share one
+cast, whose node sums their gradients in 16 bits, as in plain PyTorch. Without grad mode (evaluation, the forward of a
+reentrant checkpoint) the cache is off while a module with offloaded units runs."""

@@ -103,7 +103,7 @@ class Schedule:
     def expect_next(self, current: PagedUnit, until: str = "") -> Iterator[PagedUnit]:
         """Make the next uses expected, one by one, in the order in which they came last time. Yield a unit before its
         first use becomes expected, so that the caller can fetch it; do not yield `current`, the unit in use. End before
-        a use in the pass `until`, or when the next use is unknown."""
+        a use in the pass `until`, and when the next use is unknown or the known uses begin to repeat."""
         seen = set()
         while (pair := self._tip) not in seen and len(self._ahead) < len(self._next):
             if (use := self._next.get(pair)) is None or use[0] == until:
@@ -169,7 +169,7 @@ class UnitCache:
         """The error for a change that was found and for which `refuse` has not raised yet."""
 
     def note_use(self, paged: PagedUnit, pass_name: str) -> None:
-        """Record that `paged`, which does not live on the device, is about to be used in the pass `pass_name`."""
+        """Record that `paged`, which is not resident, is about to be used in the pass `pass_name`."""
         if self._shares_order and self.schedule.last_use != (pass_name, paged):
             paged.events.before_use(paged.unit, pass_name)
         if not self.schedule.observe(pass_name, paged, paged.unit.numel):
@@ -239,8 +239,8 @@ class UnitCache:
     def prefetch(self, current: PagedUnit, phase: CallPhase) -> None:
         """Fetch the next units after `current`: up to stage3_prefetch_bucket_size elements, but at least one unit; none
         if that size is 0. Stop at a unit that finds no room or must wait for its update. [Note: Expected uses]"""
-        # The last backward of a step fetches no unit for the next forward that step() will change. With several ranks
-        # it fetches none for the next forward: which updates have begun may differ between ranks.
+        # In the last backward of a step, fetch for the next forward only units that step() will not change; with
+        # several ranks none, because which updates have begun may differ between ranks.
         bucket_numel, schedule = self._limits.prefetch_numel, self.schedule
         if not bucket_numel:
             return

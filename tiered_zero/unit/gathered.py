@@ -30,11 +30,12 @@ def gathered(
 ) -> Iterator[None]:
     """Make parameters plain, with full values on the device, for the length of the block.
 
-    `target`: a module (all its parameters), one parameter, or several. They must fit into stage3_max_live_parameters
-    and the device's memory together. `modify`: keep changes. At the end of the block they are written to the
-    parameters' homes, and changed elements also to the fp32 masters. If the block raises, its changes are lost. Without
-    `modify` a change raises ModelError at the end of the block. `modifier_rank`: with `modify`, every rank gets the
-    values of the rank with this number. At stage 3, or with `modify`, every rank must enter the block.
+    `target`: a module (all its parameters), one parameter, or several. Together they must fit into
+    stage3_max_live_parameters and the device's memory. `modify`: keep changes. At the end of the block they are written
+    to the parameters' homes, and changed elements also to the fp32 masters. If the block raises, nothing is written,
+    and its changes are lost with the next update at the latest. Without `modify` a change raises ModelError at the end
+    of the block. `modifier_rank`: with `modify`, every rank gets the values of the rank with this number. At stage 3,
+    or with `modify`, every rank must enter the block.
 
     Results computed inside may be differentiated after the block, until the parameters change. Parameters that no
     engine pages are left alone."""

@@ -277,7 +277,7 @@ _libraries: list[torch.library.Library] = []
 
 
 class _Keyed(torch.Tensor):
-    """Lends its dispatch keys: torch accepts additional keys only for a tensor class with `__torch_dispatch__`."""
+    """Lends dispatch keys to parameters: torch accepts additional keys only for a class with `__torch_dispatch__`."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -287,8 +287,8 @@ class _Keyed(torch.Tensor):
 
 
 def keyed(plain: torch.Tensor) -> torch.Tensor:
-    """Return a tensor to assign to `param.data`: the storage of `plain`, with the key of offloaded parameters. torch
-    then raises RuntimeError if the address of that storage is asked for."""
+    """Return a tensor to assign to `param.data`. It has the storage of `plain` and the key of offloaded parameters.
+    torch then raises RuntimeError if the address of that storage is asked for."""
     size, stride, offset = plain.size(), plain.stride(), plain.storage_offset()
     with torch.inference_mode(False):
         wrapper: torch.Tensor = torch.Tensor._make_wrapper_subclass(
@@ -455,7 +455,8 @@ def _fault_in(param: nn.Parameter, used: Sequence[nn.Parameter], function: str) 
 
 
 def _offloaded_in(values: Any) -> Iterator[tuple[nn.Parameter, list[nn.Parameter]]]:
-    """Yield (parameter, the other parameters) for each parameter among the arguments that is offloaded at its turn."""
+    """Yield (parameter, the other parameters) for each parameter among the arguments that is still offloaded when its
+    turn comes."""
     used = list(_parameters_in(values))
     for index, param in enumerate(used):
         if isinstance(param, OffloadedParameter):
@@ -464,7 +465,7 @@ def _offloaded_in(values: Any) -> Iterator[tuple[nn.Parameter, list[nn.Parameter
 
 def _fetch_for_operator(operator: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
     """Fetch the offloaded parameters that `operator`, called by C++ code, reads. Return False if it reads only
-    metadata. Raises ParameterOffloadedError if no argument is a parameter."""
+    metadata. Raises ParameterOffloadedError if no argument is an offloaded parameter."""
     name = operator.overloadpacket.__name__
     if name in _METADATA_METHODS:
         return False

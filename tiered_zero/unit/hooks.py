@@ -1,5 +1,5 @@
-"""Register all hooks of a model: on modules, `state_dict()` and gradients. They call `TrainStep`. [Note: Entry
-points]"""
+"""Register all hooks of a model: on modules, `state_dict()` and gradients. They call `TrainStep`.
+[Note: Entry points]"""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class ForwardEvents(Protocol):
         """End the use of units by the innermost running module, which has ended or raised."""
 
     def grad_ready(self, param: nn.Parameter) -> None:
-        """Take `param.grad`, which is complete for one backward. Called by the parameter's post-accumulate hook."""
+        """Take `param.grad`, which is complete for one backward. Called by the parameter's first post-accumulate
+        hook."""
 
 
 class _Hook(partial[None]):
@@ -49,7 +50,7 @@ class _Hook(partial[None]):
     place."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return nullcontext().__exit__  # takes any arguments, returns None, and pickles
+        return nullcontext().__exit__  # takes any arguments, returns None, and pickles without this package
 
     def __reduce__(self) -> Any:
         return getattr, (nullcontext(), "__exit__")

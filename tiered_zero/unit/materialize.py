@@ -183,8 +183,9 @@ def materialize_model(
     params_of: Callable[[Unit], Sequence[nn.Parameter]],
     placer: UnitPlacer,
 ) -> None:
-    """Place every unit, module after module, and free the memory that its parameters had. `params_of`: a unit's
-    parameters. After a failure some parameters are gone, and reading them raises: check what can be checked before."""
+    """Place every unit, module after module, and free the memory that its parameters had. `params_of`: returns a
+    unit's parameters. After a failure some parameters are gone, and reading them raises: check what can be checked
+    before this call."""
     materializer.fill_buffers()
     freed_nbytes = num_placed = 0
     num_parameters, next_line_s = sum(unit.numel for unit in units), time.monotonic() + PROGRESS_S
@@ -215,8 +216,8 @@ def _flatten(unit: Unit, params: Sequence[nn.Parameter], dtype: torch.dtype) -> 
 
 
 def _buffer_dtype(module: nn.Module, buffer: torch.Tensor, device: torch.device) -> torch.dtype:
-    """Return the buffer's dtype on the device: its own, or on the CPU that of the weight for statistics of a batch
-    norm."""
+    """Return the buffer's dtype on the device: its own. On the CPU, torch needs the statistics of a batch norm in the
+    dtype of its weight."""
     if device.type == "cpu" and isinstance(module, _NormBase) and module.weight is not None:
         return module.weight.dtype if buffer.is_floating_point() else buffer.dtype
     return buffer.dtype

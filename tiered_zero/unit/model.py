@@ -102,7 +102,7 @@ def kept_stride(param: nn.Parameter) -> tuple[int, ...] | None:
             return None
         if not torch.ops.aten.is_non_overlapping_and_dense(param):
             return None
-        # the flat keeps other strides: kernels and sums follow the order in memory
+        # the flat keeps strides that are not row-major: kernels and sums follow the order in memory
         row_major = torch.empty(param.shape, device="meta").stride()
         return None if param.stride() == row_major else tuple(param.stride())
 
@@ -125,8 +125,8 @@ def packed_nbytes(buffers: Iterable[torch.Tensor]) -> int:
 
 
 def check_memory(model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec]) -> None:
-    """Raise ModelError if the model contains compiled TorchScript, if a parameter shares memory with another tensor or
-    within itself, or if its strides cannot be kept."""
+    """Raise ModelError if the model contains compiled TorchScript, if a parameter shares memory with another parameter
+    or a buffer, if its own elements share memory, or if its strides cannot be kept."""
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ModelError(

@@ -37,7 +37,7 @@ class Frame:
     held: list[PagedUnit] = field(default_factory=list)
     """Units that stay in use until the module ends, in the pass `pass_name`."""
     faulted: list[PagedUnit] = field(default_factory=list)
-    """Units fetched because the module called a function with their parameters. They may be evicted earlier."""
+    """Units fetched because the module called a function with their parameters. They may be evicted before it ends."""
     is_inside_hooks: bool = False
     """Whether `SavedViews.end_inside` must be called when the module ends."""
     disables_cast_cache: bool = False
@@ -387,7 +387,8 @@ class Pager:
                 paged.storage.begin_watch()
 
     def begin_back_update(self) -> None:
-        """Prepare for a delayed update, which writes the "param_back" homes while compute reads the "param" homes."""
+        """Prepare `swap_param_buffers` for a delayed update: it writes the "param_back" homes while compute reads the
+        "param" homes."""
         find, units = self._inventory.find, [paged.unit for paged in self.units if not paged.is_resident]
         homes = [(unit, back, find(unit, "param")) for unit in units if (back := find(unit, "param_back")) is not None]
         self._swapped = {(unit, "param"): back for unit, back, _ in homes}
@@ -418,7 +419,7 @@ class Pager:
 
     def block_unit_for_update(self, unit: Unit) -> bool:
         """Make every use of a unit raise until the step is taken, because its update begins in backward. Return False,
-        with nothing changed, if the unit is in use."""
+        with nothing changed, if the unit is in use or other code holds a view of it."""
         paged = self.units.by_index[unit.index]
         if paged.storage.is_viewed or (paged.num_users and not paged.is_resident):
             return False

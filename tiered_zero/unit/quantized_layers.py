@@ -100,7 +100,7 @@ class Forward4bit:
     def _class_forward(self, x: torch.Tensor, plain: Any) -> torch.Tensor:
         """Run the `forward` of the layer's class with `plain` as the weight's quant_state."""
         weight, state = self._module.weight, self._module.weight.quant_state
-        # bitsandbytes asks for the address of a scale: of a parameter, the engine would then watch the values
+        # plain scales: bitsandbytes asks for their addresses, and the engine would then watch a parameter's values
         weight.quant_state = plain
         try:
             found: torch.Tensor = type(self._module).forward(self._module, x)

@@ -99,7 +99,8 @@ class SavedViews:
         mover: TensorMover | None = None,
     ) -> None:
         """`fault_in_saved(unit_index, version)`: fetches a unit for the running backward and returns its storage.
-        `mover`: gets saved tensors that are no views of a unit; None: they stay on the device."""
+        `mover`: gets saved tensors that are no views of a unit, unless other hooks are set; None: they stay on the
+        device."""
         self._units = units
         self._fault_in_saved = fault_in_saved
         self._mover = mover
@@ -201,7 +202,7 @@ class SavedViews:
             return self._mover.pack(*saved) or saved
 
     def hooks_inside(self, outer: tuple[Pack, Unpack] | None) -> tuple[Pack, Unpack] | None:
-        """Return the hooks to set inside of the present hooks, `outer`; None if these are our own or a checkpoint's."""
+        """Return the hooks to set inside of `outer`, the present hooks; None if those are our own or a checkpoint's."""
         if outer is None:
             return (self.pack if self._mover is None else self.pack_and_move), self.unpack
         # a checkpoint counts all saved tensors, and recomputes without the engine's call around it
@@ -213,8 +214,8 @@ class SavedViews:
         return pack in (self.pack, self.pack_and_move) or (isinstance(pack, _PackInside) and pack.views is self)
 
     def begin_module(self) -> bool:
-        """Set the hooks that save views by name when a module begins, if others' hooks are innermost or a backward
-        recomputes the module. Return whether the caller must call `end_inside`."""
+        """Set the hooks that save views by name when a module begins, if the innermost hooks belong to others or if a
+        backward recomputes the module. Return whether the caller must call `end_inside`."""
         # The program's hooks alone would hold the unit's memory, and a checkpoint would hold recomputed weights until
         # its backward ends. A checkpoint counts saved tensors: a module must save alike in forward and recomputation.
         top: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)

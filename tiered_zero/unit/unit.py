@@ -147,7 +147,7 @@ class FlatStorage:
 
     def count_references(self, is_recomputed: bool) -> None:
         """Store the number of references to each frozen parameter, for `is_viewed`. `is_recomputed`: the module runs
-        again in backward; keep smaller old numbers. [Note: Frozen parameters that autograd holds]"""
+        again in backward, and smaller old numbers are kept. [Note: Frozen parameters that autograd holds]"""
         if not self.unit.trainable:
             found = self._count_references()
             self._num_references = list(map(min, found, self._num_references)) if is_recomputed else found
@@ -191,8 +191,8 @@ class FlatStorage:
     # -- [Note: Writes through .data] ----------------------------------------------------------------------------------
 
     def begin_watch(self) -> None:
-        """Begin to watch for changes by user code: record version counters and copy watched values, for
-        `end_change`."""
+        """Begin to watch for changes by user code, which `end_change` finds: record version counters, and copy watched
+        values anew."""
         self._versions = list(map(_version_of, self._params))
         self._flat_version = self.flat._version
         if self._watched:
@@ -232,6 +232,7 @@ class FlatStorage:
 
     def check_converted(self) -> None:
         """Raise ModelError if the unit was moved or converted, as by `module.half()`. The unit must be in use."""
+        # `module.half()` converts all parameters, so the first shows it; `end_change` finds a change of another alone
         param, name = self._params[0], self.unit.entries[0].param.name
         if param.dtype is not self.unit.dtype or param.device != self._device:
             raise ModelError(
@@ -365,8 +366,8 @@ class StepEvents(Protocol):
         """Record that a backward is about to use a parameter, perhaps one that the user started without the engine."""
 
     def before_use(self, unit: Unit, pass_name: str) -> None:
-        """Record that a pass is about to gather and use `unit`, once for uses in a row. Called only with several ranks,
-        which must fetch units in the same order."""
+        """Record that a pass is about to gather and use `unit`. Called once for successive uses, and only with several
+        ranks: these must fetch units in the same order."""
 
     def before_weights_read(self) -> None:
         """Make every update visible, before weights are read between steps."""
