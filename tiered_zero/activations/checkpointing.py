@@ -78,8 +78,8 @@ def _kept_state() -> Iterator[Any]:
 
 
 def seed_generators(states: RandomStates, seed: int, rank: int = 0) -> None:
-    """Seed the device's generator with `seed`. Replace all of `states` by MODEL_PARALLEL, with another seed for each
-    `rank`."""
+    """Seed the device's generator with `seed`. Replace all of `states` by one, MODEL_PARALLEL, whose seed differs for
+    each model-parallel `rank`."""
     device = find_device("auto").type
     states.reset()
     (torch if device == "cpu" else torch.get_device_module(device)).manual_seed(seed)

@@ -356,8 +356,8 @@ class ActivationMover:
         return reference
 
     def _wait_written(self, allowed_nbytes: int) -> None:
-        """Wait for the oldest writes until at most `allowed_nbytes` are in flight, and free the device memory of
-        completed ones. `on_host`: block until each write is done; False: order compute's later launches after it."""
+        """Make compute wait for the oldest writes until at most `allowed_nbytes` are in flight, and free the device
+        memory of these and of completed writes."""
         while self._writing and (self._in_flight_nbytes > allowed_nbytes or self._writing[0][0].done()):
             written, source = self._writing[0]
             try:

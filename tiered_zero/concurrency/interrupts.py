@@ -33,8 +33,8 @@ class _Held:
 
 @contextmanager
 def hold_interrupts() -> Iterator[None]:
-    """Raise the KeyboardInterrupt of a Ctrl-C inside the block when the block ends. Raise that of a second Ctrl-C
-    immediately. Also a decorator.
+    """Hold back a Ctrl-C that comes inside the block: raise its KeyboardInterrupt when the block ends. Raise that of a
+    second Ctrl-C immediately. Also a decorator.
 
     Does nothing on a thread other than the main one, inside another such block, or if the program handles SIGINT
     itself."""

@@ -92,9 +92,9 @@ class Engine(DeepSpeedNames):
 
         `loss.backward()` works too: do not divide the loss yourself. With fp16 it raises ModelError: use `scale`.
 
-        From backward to `step()`, `param.grad` reads and sets the gradient, without the loss scale. It lies on the
-        gradient's tier; its dtype may be fp32 in a 16-bit model. Reading it raises ModelError with many ranks, or if
-        updates begin in backward.
+        From backward to `step()`, `param.grad` is the gradient without the loss scale: read it, change it in place, or
+        assign it. It lies on the gradient's tier; its dtype may be fp32 in a 16-bit model. Reading it raises ModelError
+        with many ranks, or if updates begin in backward.
         """
         self._step.backward(loss, retain_graph, scale_wrt_gas)
         return loss
@@ -218,7 +218,7 @@ class Engine(DeepSpeedNames):
 
         `client_state`: your own plain values, tensors and arrays; rank 0's is saved. `save_latest`: let the file
         `latest` name this tag. `exclude_frozen_parameters`: leave frozen parameters out; load with
-        load_module_strict=False. Raises ModelError, StoreError and TransferError.
+        load_module_strict=False. Raises ModelError, StoreError and TransferError; training can go on then.
         """
 
         def begin() -> tuple[int, str]:
@@ -251,7 +251,8 @@ class Engine(DeepSpeedNames):
     ) -> tuple[str | None, dict[str, Any]]:
         """Load the checkpoint `load_dir/tag` and continue from its step. Without a tag, load the one that the file
         `latest` names, or else the newest complete one. Return its path and client_state; (None, {}) if `load_dir` is
-        missing or empty. Every rank calls it. The number of ranks may differ from that of the save.
+        missing or empty. If it holds only other files, raise StoreError. Every rank calls it. The number of ranks may
+        differ from that of the save.
 
         `load_module_strict`: False ignores missing and unexpected parameters and buffers. `load_optimizer_states`:
         False starts optimizer state anew and keeps the loss scale. `load_lr_scheduler_states`: False keeps the present
@@ -358,9 +359,10 @@ class Engine(DeepSpeedNames):
         waits for every update and reads whole sub-groups: it is too slow for every step.
 
         `kind`: "master", "grad" (between backward and `step()`, without the loss scale), or a state tensor's name in
-        torch's optimizer, such as "exp_avg". Masters and gradients are fp32. Returns None for a frozen parameter, for
-        state before the first step, and without a gradient. Raises ModelError for an unknown `name` or `kind`, and for
-        "grad" if `param.grad` cannot be read. If state is sharded (many ranks, stage 1 and up), every rank calls it.
+        torch's optimizer, such as "exp_avg". Masters and gradients are fp32 in the parameter's shape; state has torch's
+        dtype and shape. Returns None for a frozen parameter, for state before the first step, and without a gradient.
+        Raises ModelError for an unknown `name` or `kind`, and for "grad" if `param.grad` cannot be read. If state is
+        sharded (many ranks, stage 1 and up), every rank calls it.
         """
         param = self._named(name)
         if kind == "master":
@@ -432,9 +434,9 @@ class Engine(DeepSpeedNames):
         self._step.abort()
 
     def close(self) -> None:
-        """Free every tier, stop every thread, remove the swap directory. Parameters off the device lose their values:
-        call `module.state_dict()` before. Raises EngineFailedError, with everything freed, if an update has failed and
-        no call has raised its error."""
+        """Free every tier, stop every thread, remove the swap directory. A second call does nothing. Parameters off the
+        device lose their values: call `module.state_dict()` before. Raises EngineFailedError, with everything freed, if
+        an update has failed and no call has raised its error."""
         if not self._process.is_current():
             return  # a forked child owns nothing
         step = self._step

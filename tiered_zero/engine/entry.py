@@ -131,8 +131,8 @@ class ModelParameters:
             )
 
     def _check_changed(self, seen: list[int]) -> None:
-        """Raise ModelError if a parameter was replaced or removed, or if a trainable one was added. `seen`: the
-        identities of the present parameters."""
+        """Raise ModelError if a parameter was replaced or removed; in a run that trains, also if a trainable one was
+        added. `seen`: the identities of the present parameters."""
         own = set(self._own)
         kept = [identity for identity in seen if identity in own]
         if kept != self._own:
@@ -408,7 +408,7 @@ class Entrance:
 
     def _end_failed(self, error: BaseException) -> None:
         """Drop the step after `error` has ended a call. Latch the engine if the update has begun. If an Exception has
-        ended a forward, keep the gradients."""
+        ended a forward, only end its uses of units, and keep the gradients."""
         if self._phase.now is Phase.FORWARD and isinstance(error, Exception):
             self.abort(keeps_gradients=True)
             return

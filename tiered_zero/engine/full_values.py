@@ -1,8 +1,8 @@
 """Read and set fp32 masters, gradients and optimizer state, one parameter at a time, on any tier.
 
-Values are copies on the CPU. A read returns None if no open engine trains the parameter, or if it has no such value
-yet. Call these functions between steps, on the driver thread. If masters and state are sharded, every rank calls
-them.
+Values are copies on the CPU: masters and gradients are fp32 in the parameter's shape, state has the dtype and shape of
+torch's optimizer. A read returns None if no open engine trains the parameter, or if it has no such value yet. Call
+these functions between steps, on the driver thread. If masters and state are sharded, every rank calls them.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def set_state(param: nn.Parameter, name: str, value: torch.Tensor) -> None:
 
 
 def _check_state(param: ParamSpec, values: Mapping[str, Any], name: str, value: torch.Tensor) -> None:
-    """Raise ModelError if `values`, the state of `param`, has no tensor `name` of `value`'s shape."""
+    """Raise ModelError if `values`, the state of `param`, has no tensor `name` with the shape of `value`."""
     if not values:
         raise ModelError(f"{param.name} has no optimizer state before its first step. Set it after that.")
     tensors = {own: held for own, held in values.items() if isinstance(held, torch.Tensor) and own != "step"}
@@ -143,7 +143,7 @@ def _check_state(param: ParamSpec, values: Mapping[str, Any], name: str, value: 
 
 
 def get_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return a fp32 copy of `param.grad` on the CPU; None without a gradient. Raises ModelError with many ranks, or if
+    """Return an fp32 copy of `param.grad` on the CPU; None without a gradient. Raises ModelError with many ranks, or if
     updates begin in backward."""
     grad = param.grad
     return None if grad is None else grad.detach().to("cpu", torch.float32, copy=True)

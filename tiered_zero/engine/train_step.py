@@ -256,6 +256,7 @@ class TrainStep:
             self.gradients.begin_backward(is_last=boundary and self._reducer is None)
             step_follows = self.counts.begin_backward(retain_graph) and boundary
             self.phase.step_follows = boundary  # the same on every rank, which `retain_graph` need not be
+            # in the first step too, where updates begin later: `param.grad` behaves alike in all steps
             self.gradients.set_hidden(step_follows and self._optimizer_in_backward)
             self.pager.cache.refuse()
             backward = self.arrivals.engine_backward(is_last=boundary, frees_graph=not retain_graph)

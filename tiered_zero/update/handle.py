@@ -189,9 +189,8 @@ class TierStateOptimizer(Optimizer):
     @hold_interrupts()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the result of `state_dict()`, or that of a plain torch optimizer of the user's class. Param groups are
-        changed in place. State is rounded, with a warning, if tiered_zero.state_format has fewer bits. With many ranks
-        every rank calls this with the whole state. Raises ModelError, with nothing changed, if groups, shapes or keys
-        do not fit."""
+        changed in place. State is rounded if tiered_zero.state_format has fewer bits. With many ranks every rank calls
+        this with the whole state. Raises ModelError, with nothing changed, if groups, shapes or keys do not fit."""
         given = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             given = pre_hook(self, given) or given
@@ -298,7 +297,7 @@ class TieredOptimizer(TierStateOptimizer):
 
     def take_reset(self) -> None:
         """Reset the state if the program has assigned an empty mapping to `state` of the user's own optimizer. Called
-        before every use of the state. Raises ModelError for another mapping; also, once, while an update that began in
+        before every use of the state. Raises ModelError for another mapping, and once while an update that began in
         backward waits for its step()."""
         given = self._source.state
         if given is self._access or not isinstance(self._access, StateAccess) or not self._access.is_open:
@@ -333,7 +332,8 @@ class TieredOptimizer(TierStateOptimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Call the closure, if any, then `engine.step()`. Return the closure's result. Weights are updated after the
-        last micro-batch of an accumulation. Gradients are clipped only if the config has gradient_clipping."""
+        last micro-batch of an accumulation. Gradients are clipped only if the config has gradient_clipping. Pre-step
+        hooks run after the closure."""
         calls, loss = self._calls(), None
         if closure is not None:
             with torch.enable_grad():

@@ -7,8 +7,8 @@ forward needs the units. A forward that uses a unit waits only for that unit's u
 is better: the gradients of forward's first unit complete last, and its new weights are needed first.
 Without clipping and overflow check a unit's update begins in backward, once its gradients are complete. A second
 backward, or reading weights or gradients before step(), would then see old and new values, and is refused
-(`tiered_zero.optimizer_in_backward: false` allows both). Such a backward first waits until the last update is computed,
-not until it is written.
+(`tiered_zero.optimizer_in_backward: false` allows both). A backward in which updates begin first waits until the last
+update is computed, not until it is written.
 `delayed`: ZeRO-Offload's one-step delayed parameter update (Ren et al. 2021, section 5.2). After `delay_start_step`
 exact steps the update of step i runs during forward and backward of step i+1, which compute with the parameters from
 before it: theta(i+1) = update(theta(i), gradient at theta(i-1)). New 16-bit parameters go to back slots, and gradients
@@ -148,8 +148,8 @@ class UpdatePolicy(ABC):
         return  # with an exact policy each use of a unit waits for its update
 
     def at_cut(self, job: Callable[[], None]) -> Transfer:
-        """Run `job` between two updates. Return a transfer that completes when the job ends, and carries its error.
-        Raises ModelError as `check_untouched` does, and EngineFailedError after a failure."""
+        """Run `job` between two updates, as `run_behind` does. Return a transfer that completes when the job ends, and
+        carries its error. Raises ModelError as `check_untouched` does, and EngineFailedError after a failure."""
         self.check_untouched("State is to be saved")
         self.check()
         cut = Completion()

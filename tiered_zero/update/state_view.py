@@ -76,7 +76,7 @@ class Scalars:
         self._of.pop(layout.subgroup.index, None)
 
     def copy(self) -> Scalars:
-        """Return a copy that later updates do not change: they replace the scalars of a sub-group and never modify
+        """Return a copy that later updates do not change: an update replaces a sub-group's scalars, and never modifies
         them."""
         return Scalars(self._layouts, self._of)
 
@@ -217,9 +217,9 @@ class StateView:
             self._write(layout, segment, parts)
 
     def follow(self, unit: Unit, flat: torch.Tensor, old: torch.Tensor | None = None) -> None:
-        """Adapt the masters after user code has changed parameters: the master of a changed parameter becomes equal to
-        it. `flat`: the new parameters, [P] of the unit's dtype on the CPU. `old`: those before the change, [P]; needed
-        if `need_params` is true."""
+        """Adapt the masters after user code has changed parameters: the master of each changed element becomes equal to
+        the element. `flat`: the new parameters, [P] of the unit's dtype on the CPU. `old`: the parameters before the
+        change, [P]; needed if `need_params` is true."""
         for layout, segment in self._segments(unit):
             before = None if old is None else segment.part_of(old)
             if parts := layout.masters.follow(self._read(layout, segment), segment.part_of(flat), before):

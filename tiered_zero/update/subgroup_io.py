@@ -220,8 +220,9 @@ class SubGroupIO:
             work.windows.append(window)
 
     def _places(self, work: SubGroupWork) -> list[tuple[Segment, torch.Tensor | None, BufferView | None]]:
-        """Return (segment, view, window) for each segment: a view of parameters that are updated in place, or the part
-        of the staging buffer. The other one is None. Call it again after a delayed update has swapped homes."""
+        """Return (segment, view, window) for each segment. `view`: its parameters, if they are updated in place.
+        `window`: else their part of the staging buffer. The other one is None. Call this again after a delayed update
+        has swapped homes."""
         places: list[tuple[Segment, torch.Tensor | None, BufferView | None]] = []
         start = work.layout.nbytes if work.is_staged else 0
         for segment in work.layout.subgroup.segments:
