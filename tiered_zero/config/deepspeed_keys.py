@@ -115,7 +115,7 @@ def _refused(path: str, why: str, *allowed: Any) -> Key:
 
 
 def _refused_sections(why: str, *names: str, on: bool = False) -> list[Key]:
-    """Return refused keys for the sections `names`. `on`: refuse the section itself, not only `enabled` true."""
+    """Return refused keys for the sections `names`. `on`: also refuse a section without `enabled`, if it has values."""
     return [Key(path=name, fate=Fate.REFUSED, why=why, default={} if on else {"enabled": False}) for name in names]
 
 

@@ -422,7 +422,7 @@ class TorchRule(UpdateRule):
         self._check_group(group, changed)
         for (piece, run), leaf, after in zip(batch, leaves, afters, strict=True):
             self._store(piece, leaf, after)
-            run.scalars = piece.scalars
+            run.scalars = piece.scalars  # all pieces were cut before: a run that is cut makes one step
         if outs := [piece.out for piece in pieces if piece.out is not None]:
             torch._foreach_copy_(outs, [piece.master for piece in pieces if piece.out is not None])
 
