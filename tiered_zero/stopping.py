@@ -18,9 +18,9 @@ TERMINATED = 128 + signal.SIGTERM
 
 @final
 class StopRequest:
-    """Remembers that a signal has asked the program to stop. `at_boundary`: only remember the first signal; if False,
-    it raises. Later signals raise KeyboardInterrupt (Ctrl-C) or SystemExit (SIGTERM), in the main thread. `code`: the
-    exit code for the first signal, or None."""
+    """Remembers that a signal has asked the program to stop. `at_boundary`: True: the first signal is only remembered;
+    False: it raises, as later signals do: KeyboardInterrupt (Ctrl-C) or SystemExit (SIGTERM), in the main thread.
+    `code`: the exit code for the first signal; None before it."""
 
     def __init__(self, at_boundary: bool) -> None:
         self.at_boundary = at_boundary

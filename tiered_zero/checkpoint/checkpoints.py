@@ -7,8 +7,8 @@ A save runs on the driver thread (the one that calls the engine), between two up
     write, publish    every rank writes its share, and rank 0 publishes all shares as one tag; a save in place commits
                       the swap files instead (`Commits.save`)
 
-With checkpoint.async, write and publish go on during training (`AsyncSave`). Such a save is durable once a later save,
-load, flush or close has returned; the first of these raises its error."""
+With checkpoint.async, on one rank, write and publish go on during training (`AsyncSave`). Such a save is durable once a
+later save, load, flush or close has returned; the first of these raises its error."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Checkpoints:
         save_latest: bool = True,
         exclude_frozen: bool = False,
     ) -> None:
-        """Save the state after the last step. The tag is durable on return, except with checkpoint.async. Every rank
+        """Save the state after the last step. The tag is durable on return, unless the save is asynchronous. Every rank
         calls this; it returns on all ranks, or raises on all. `begin`: checks that the call is allowed now, and returns
         the step and the tag's name. `save_latest`: write this name to the file `latest`. Raises the errors of this
         save, and of an earlier asynchronous one."""
@@ -163,9 +163,9 @@ class Checkpoints:
     def find(
         self, load_dir: str | os.PathLike[str], tag: str | None, begin: Callable[[], None]
     ) -> FoundCheckpoint | None:
-        """Find the checkpoint to load, after the update and the save under way, and drop the units on the device.
-        `tag`: None: take the one that the file `latest` names, or the newest; if there is none, return None. `begin`:
-        checks that the call is allowed now. Raises StoreError."""
+        """Wait for the update and the save under way, drop the units on the device, and find the checkpoint to load.
+        Without `tag` take the one that the file `latest` names, or the newest; if nothing is saved there, return None.
+        `begin`: checks that the call is allowed now. Raises StoreError."""
 
         def look() -> FoundCheckpoint | None:
             if tag is None and (why := nothing_to_load(load_dir)):

@@ -69,9 +69,9 @@ _FACTS = {
 @final
 @dataclass(frozen=True, kw_only=True)
 class Matched:
-    """The checkpoint's keys from which a run's values are loaded. `params`: parameter name -> key. `buffers`: buffer
-    name -> key. `states`: parameter name -> saved scalars, such as the step count; only parameters that load optimizer
-    state."""
+    """The checkpoint's keys from which a run's values are loaded. `params`: parameter name -> key; a parameter that is
+    missing here keeps its value. `buffers`: buffer name -> key. `states`: parameter name -> saved scalars, such as the
+    step count; only parameters that load optimizer state."""
 
     params: dict[str, str] = field(default_factory=dict)
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -247,8 +247,8 @@ def _check_arrays(
 
 
 def _arrays(kinds: Iterable[str]) -> dict[str, bool]:
-    """Map each kind of state array, except scales, to whether it holds 8-bit codes: whether `kinds` has scales for
-    it."""
+    """Return kind of state array -> whether it holds 8-bit codes, that is, whether `kinds` has scales for it. Leave
+    out scales."""
     own = dict.fromkeys(kinds).keys()  # in order
     return {kind: f"{kind}_scale" in own for kind in own if kind.removesuffix("_scale") not in own - {kind}}
 

@@ -66,8 +66,8 @@ class Capture:
     """Copies of what a script may change while a save is written. Made on the driver thread; written on any thread.
 
     `fields`: fields of the manifest. `needed_nbytes`: the most bytes that this rank will write. `buffers`: copies of
-    the model's buffers. `params`: unit index -> a copy of a unit on the device. `may_return`: whether an asynchronous
-    save may return before it is written."""
+    the model's buffers. `params`: unit index -> a CPU copy of a unit that lives on the device. `may_return`:
+    whether an asynchronous save may return before it is written."""
 
     fields: Mapping[str, Any]
     needed_nbytes: int
@@ -229,8 +229,8 @@ class StateSaver:
         """Transfers under way, each with the scratch buffer that is free after it, or None."""
 
     def save(self, buffers: Mapping[str, torch.Tensor], params: Mapping[int, torch.Tensor], with_frozen: bool) -> None:
-        """Write everything, and wait for it. `buffers`: on the CPU, by name. `params`: unit index -> a copy of a unit
-        on the device. Raises the first error, once nothing uses the run's memory."""
+        """Write everything, and wait for it. `buffers`: on the CPU, by name. `params`: unit index -> a CPU copy of a
+        unit that lives on the device. Raises the first error, once nothing uses the run's memory."""
         try:
             layouts = self._state.own_layouts
             run_ahead(self._io, layouts, self._begin, lambda work: self._free(work.layout.subgroup.index))

@@ -5,7 +5,7 @@ times. Any other failure is raised by the transfer, with path, offset, bytes, er
 engine: later requests raise too. A request without progress for `io_timeout_s` raises with a table of what is in
 flight.
 
-Owner: the engine owns a request's memory from submission until the transfer is done.
+Owner: the engine owns a request's memory from submission until the transfer is done, and keeps it alive.
 
 Never: a callback on a worker; a worker that touches torch; an order of two requests, except by a sync between them; a
 second try of a failed sync.

@@ -40,7 +40,7 @@ class AdoptedStore:
 class TierRack:
     """Allocates the memory and swap files of every tier, and the staging buffers. Driver thread.
 
-    `resources` closes all of them as "tiers". Swap directories without a commit are then removed."""
+    All are closed when `resources` closes its group "tiers". Swap directories without a commit are then removed."""
 
     def __init__(
         self,
