@@ -209,8 +209,9 @@ def _match_states(
 def _check_arrays(
     view: StateView, manifest: TagManifest, layout: StateLayout, piece: ParamPiece, name: str, kinds: Iterable[str]
 ) -> int:
-    """Check the state arrays of one parameter, and return how many of them would be rounded. `name`: its name in the
-    checkpoint. `kinds`: all kinds of state arrays there. Raises ModelError."""
+    """Check that the checkpoint has the state arrays of one parameter in the shapes and dtypes that this run can load.
+    Return how many of them the run would round to fewer bits. `name`: the parameter's name in the checkpoint. `kinds`:
+    all kinds of state arrays in the checkpoint. Raises ModelError."""
     tensors, tag, rule = manifest.tensors, manifest.tag, view.rule
     fields = {own.name: own for own in layout.fields(piece)}
     saved = _arrays({kind for kind in kinds if f"{kind}/{name}" in tensors})

@@ -46,8 +46,9 @@ def load(
     to_train: bool = True,
 ) -> Config:
     """Read and validate a config, and return it. Raises ConfigError. `config`: a dict, or the path of a JSON file;
-    None: the file `args.deepspeed_config`. `world_size`: for missing batch sizes. `to_train`: refuse values "auto" that
-    nothing fills in; False leaves them to a trainer, with a micro-batch of one sample if none is given."""
+    None: the file `args.deepspeed_config`. `world_size`: the number of ranks, from which missing batch sizes are
+    computed. `to_train`: True: refuse each "auto" that nothing fills in. False: keep it for a trainer (such as
+    Transformers') to fill in, and take a missing micro-batch size as 1."""
     named = getattr(args, "deepspeed_config", None)
     if (config is None) == (named is None):
         found = "neither" if config is None else f"both ({named} in args)"

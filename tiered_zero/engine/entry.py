@@ -387,7 +387,7 @@ class Entrance:
         self._arrivals.begin_own_backward()
 
     def _end_backward(self) -> None:
-        """End a followed `loss.backward()`: release its units, and finish the transfers of its gradients."""
+        """End the user's own `loss.backward()`: release its units, and finish the transfers of its gradients."""
         self._pager.end_pass()
         self._arrivals.end_own_backward()
         self._movers.gradients.show()

@@ -59,7 +59,7 @@ class OffloadedOptimizer(TierStateOptimizer):
 
     `offload`: {"device": "cpu" or "nvme", "nvme_path": a directory}, and optionally "state_format", "buffer_count",
     "pin_memory", "checksums", "host_memory_limit", "io_engine", "io_timeout_s", as in the config of an engine. 16-bit
-    parameters get fp32 masters on the tier. Parameters may change between steps.
+    parameters get fp32 masters on the tier. Your code may write to parameters between steps.
 
     After a failure inside `step()` each later call raises EngineFailedError. `close()` frees the tiers; so do the end
     of a `with` block, garbage collection and the end of the process. Use the optimizer from one thread."""

@@ -258,8 +258,8 @@ class UnitCache:
                 return
 
     def _prefetch(self, paged: PagedUnit, current: PagedUnit) -> bool:
-        """Fetch a unit ahead of its use. To make room, evict idle units except expected ones and `current`. Return
-        False if there is still no room."""
+        """Fetch a unit ahead of its use. To make room, evict units that are not in use. Keep `current` and units
+        that are expected soon. Return False if there is still no room."""
         missing_nbytes, victims = self._missing_nbytes(paged), []
         if missing_nbytes > 0:
             for idle in self._idle():

@@ -316,7 +316,7 @@ class WeightState(Enum):
     """Which weights a fetch from the unit's home brings.
 
     * CURRENT: those of the last step. The fetch waits for what still runs of that step's update.
-    * UPDATING: those of a step that is not taken yet: its update began in backward. Any use of the unit raises.
+    * UPDATING: those of the step before step() is called: its update began in backward. Any use of the unit raises.
     * STALE: older ones than on the device, where user code has written. What it wrote is dropped when the use ends."""
 
     __hash__ = object.__hash__

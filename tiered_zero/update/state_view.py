@@ -123,7 +123,8 @@ class ParamShards:
         return _run(self.readers, call, act)
 
     def change(self, call: str, act: Callable[[], Result]) -> Result:
-        """Do what `read` does, on all ranks."""
+        """Run `act` on all ranks, and return its result on this one. If it raises on one rank, all raise. `call`: see
+        `read`."""
         return _run(self.ranks, call, act)
 
     def spec(self, name: str) -> ParamSpec:
