@@ -187,7 +187,8 @@ class Commits:
             raise UntaggedCommitError(untagged, manifest.step)
 
     def draft(self, manifest: TagManifest, shares: Sequence[Share]) -> list[Draft]:
-        """Return what this rank's stores commit. Raises StoreError, with nothing changed."""
+        """Return what this rank's stores commit. Raises what `SwapStore.draft` raises, and StoreError if a part of a
+        tensor is missing."""
         first = _parts(shares)[0].stores[0]
         followed = {COMMIT_ID: shares[0].commit_id, DECIDED_BY: first.model_dump()}
         return [

@@ -231,7 +231,8 @@ class SwapStore:
 
     def draft(self, step: int, metadata: Mapping[str, Any]) -> Draft:
         """Return the state to commit, for `prepare`; write nothing. Raises StoreError, with nothing changed, if a
-        record of the commit is being written, or if `metadata` is not JSON or too large."""
+        record of the commit is being written, or if `metadata` is not JSON or too large. Reads ranges that have no
+        checksum; if this fails, the store is latched, and TransferError or CorruptionError raised."""
         self._check()
         written = self._table.committed()
         if self._is_hashed:
