@@ -120,8 +120,6 @@ def specify_run(
     """Cut the model into units and sub-groups and plan the bytes of a run. Reads no parameter's bytes. Without an
     optimizer the run evaluates. `machine`: the machine to plan for; default: this one. `rates`: the measured speeds by
     which placement "auto" chooses; default: those of this machine. Every rank calls this. Raises ConfigError,
-    optimizer the run evaluates. `machine`: the machine to plan for; default: this one. `rates`: the measured speeds by
-    which placement "auto" chooses; default: those of this machine. Every rank calls this. Raises ConfigError,
     ModelError, and RankError if plans differ."""
     ranks = collectives or SingleRank()
     _check_delayed(config, ranks.world_size)
