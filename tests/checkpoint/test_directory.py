@@ -453,14 +453,14 @@ def test_a_pointer_is_whole_while_the_swap_store_holds_its_step(swap_path: Path)
     directory = SwapDir.create([swap_path])
     engine = select_engine(swap_path).engine
     store = SwapStore(directory, engine, capacity_nbytes=1 << 20)
-    store.prepare(store.draft(4, {"commit_id": "x"}))
+    store.prepare(4, {"commit_id": "x"})
     store.confirm()
     paths = [str(path) for path in directory.paths]
     swap = {"run_id": directory.run_id, "paths": paths, "commit_id": "x"}
     with TagWriter.begin(swap_path / "ck", "s4") as writer:
         writer.publish(fields(4, kind="in_place", swap=swap), [])
     assert read_manifest(swap_path / "ck" / "s4").swap == CommitLocation.model_validate(swap)
-    store.prepare(store.draft(5, {"commit_id": "y"}))
+    store.prepare(5, {"commit_id": "y"})
     assert tag_to_load(swap_path / "ck").step == 4, "still the committed one"
     store.confirm()
     with pytest.raises(StoreError, match=r"it was superseded: .* has committed step 5 in place since"):

@@ -84,7 +84,7 @@ def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Op
             if name != "scratch":
                 contents.setdefault(name, bytearray(record.extent_nbytes))[first * PAGE : last * PAGE] = data
         commit = Commit(step, len(log), 0, 0, {name: bytes(data) for name, data in contents.items()})
-        store.prepare(store.draft(step, {"step": step}))
+        store.prepare(step, {"step": step})
         commit.prepared = len(log)
         if step != 6:
             store.confirm()

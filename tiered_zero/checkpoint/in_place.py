@@ -26,8 +26,6 @@ bf16_remainder) have their own store. Step 2 makes all manifests durable. Step 3
 0's state, which decides the commit, and then the others. A load takes from each other store the manifest with the id of
 the decided commit, in `manifest` or `manifest.next`: two commits may have the same step.
 
-If 2 or 3 fails on one rank, the stores of all ranks refuse every later call. The disk is as after a crash in 2 or 3.
-
 A run that adopts a commit takes over the last run's swap directory and copies nothing. If its layout differs, it loads
 the commit into its own homes, and the old files stay as they are."""
 
@@ -71,7 +69,7 @@ from tiered_zero.hardware.ranks.collectives import Collectives, agree
 from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.placement import PlannedSlot
 from tiered_zero.plan.planner import Plan
-from tiered_zero.record.store import Draft, SwapStore
+from tiered_zero.record.store import SwapStore
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up, format_nbytes
 from tiered_zero.system import map_memory
@@ -165,42 +163,56 @@ class Commits:
     @hold_interrupts()
     def _commit(self, manifest: TagManifest, shares: Sequence[Share], tag: TagWriter, pointer: Transfer) -> None:
         """Make the state durable on every rank, let rank 0 decide, then publish the tag. `pointer`: completes when the
-        tag is prepared. Raises UntaggedCommitError if only the tag is not durable. Any other error after `draft`
-        latches the stores of every rank."""
+        tag is prepared. Raises UntaggedCommitError if only the tag is not durable, and another StoreError if the commit
+        failed or may not be durable."""
         is_first = self._ranks.rank == 0
-        drafts: list[Draft] = []
-
-        def follow() -> str:
-            self.confirm()
-            return self._publish(tag, pointer, manifest.step) if is_first else ""
-
-        agree(self._ranks, f"{SAVE}: its manifests", lambda: drafts.extend(self.draft(manifest, shares)))
-        try:
-            agree(self._ranks, f"{SAVE}: the commit", lambda: self.prepare(drafts))
+        if len(self.run_ids) == 1:  # no other store depends on it: it may drop a prepared state
+            self._stores[0].commit(manifest.step, _metadata(manifest, shares))
+        else:
+            self._prepare_together(manifest, shares)
             agree(self._ranks, f"{SAVE}: its decision", lambda: self.decide() if is_first else None)
-            untagged = agree(self._ranks, f"{SAVE}: its tag", follow)[0]
-        except BaseException as error:
-            for store in self._stores:
-                store.fail(error)
-            raise
-        if untagged:
-            raise UntaggedCommitError(untagged, manifest.step)
 
-    def draft(self, manifest: TagManifest, shares: Sequence[Share]) -> list[Draft]:
-        """Return what this rank's stores commit. Raises what `SwapStore.draft` raises, and StoreError if a part of a
-        tensor is missing."""
+        def follow() -> None:
+            self.confirm()
+            if is_first:
+                self._publish(tag, pointer, manifest.step)
+
+        try:
+            agree(self._ranks, f"{SAVE}: its tag", follow)
+        except UntaggedCommitError as error:
+            raise UntaggedCommitError(str(error), manifest.step) from error
+
+    def _prepare_together(self, manifest: TagManifest, shares: Sequence[Share]) -> None:
+        """Prepare the commit on every rank. If one rank fails, drop the prepared state and raise on every rank."""
+        failed: list[Exception] = []
+
+        def attempt() -> str | None:
+            try:
+                self.prepare(manifest, shares)
+            except Exception as error:
+                failed.append(error)
+                return str(error)
+            return None
+
+        texts = agree(self._ranks, f"{SAVE}: the commit", attempt)  # if this fails, rank 0 may have committed: keep it
+        wrong = [f"Rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
+        if wrong:
+            self.cancel()
+            raise failed[0] if failed else StoreError(wrong[0])
+
+    def prepare(self, manifest: TagManifest, shares: Sequence[Share]) -> None:
+        """Make the state durable next to the last commit, and refuse writes until `confirm` or `cancel`. If this raises
+        StoreError, the caller must call `cancel`."""
         first = _parts(shares)[0].stores[0]
         followed = {COMMIT_ID: shares[0].commit_id, DECIDED_BY: first.model_dump()}
-        return [
-            store.draft(manifest.step, _metadata(manifest, shares) if store.run_id == first.run_id else followed)
-            for store in self._stores
-        ]
+        for store in reversed(self._stores):
+            decides = store.run_id == first.run_id
+            store.prepare(manifest.step, _metadata(manifest, shares) if decides else followed)
 
-    def prepare(self, drafts: Sequence[Draft]) -> None:
-        """Make the state durable next to the last commit, and refuse writes until `confirm`. `drafts`: the result of
-        `draft`. Raises StoreError, TransferError."""
-        for store, draft in reversed(list(zip(self._stores, drafts, strict=True))):
-            store.prepare(draft)
+    def cancel(self) -> None:
+        """Drop the prepared state. Must not be called once rank 0 has decided (`decide`). Raises StoreError."""
+        for store in self._stores:
+            store.cancel_prepared()
 
     def decide(self) -> None:
         """On rank 0, commit the state that all ranks have prepared. After a StoreError it is unknown whether the commit
@@ -212,20 +224,19 @@ class Commits:
         for store in self._stores[self._ranks.rank == 0 :]:
             store.confirm()
 
-    def _publish(self, tag: TagWriter, pointer: Transfer, step: int) -> str:
-        """Give the tag its name. `pointer`: completes when the tag is prepared. Return why the tag is not durable; ""
-        if it is."""
+    def _publish(self, tag: TagWriter, pointer: Transfer, step: int) -> None:
+        """Give the tag its name. `pointer`: completes when the tag is prepared. Raises UntaggedCommitError."""
         try:
             pointer.wait()
             tag.publish_pointer()
-            return ""
         except Exception as error:
             swap = self._stores[0].paths[0]
-            return (
+            raise UntaggedCommitError(
                 f"Step {step} is committed in {swap}, but its tag {tag.path} was not made durable: {error} "
                 "Earlier tags of this run lead to the commit, and so does tiered_zero.checkpoint.resume = "
-                f"{swap!r}. Free space there, or save elsewhere: the next save writes a tag."
-            )
+                f"{swap!r}. Free space there, or save elsewhere: the next save writes a tag.",
+                step,
+            ) from error
 
 
 def _location(store: SwapStore) -> StoreLocation:

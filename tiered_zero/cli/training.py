@@ -53,7 +53,7 @@ MODEL = "--model"
 @final
 class Saver:
     """Saves a run to `directory` after every `every` steps and at the end (None: at the end only). Main thread. A
-    failed save is logged, and training continues if the engine can."""
+    failed save is logged, and training continues."""
 
     def __init__(self, engine: Engine, directory: Path, every: int | None, options: Mapping[str, Any]) -> None:
         """Prepare to save `engine`. `options`: command-line options that change the numbers; they are saved too."""
@@ -74,11 +74,11 @@ class Saver:
     def finish(self) -> bool:
         """Save the last step, if not tried before, and wait for the save. Return whether the last step is saved."""
         if self._engine.global_steps != self._tried_step:
-            self._save()
+            self._save("at the end of training")
         self._end_save()
         return self._saved_step == self._engine.global_steps
 
-    def _save(self) -> None:
+    def _save(self, then: str = "and training goes on") -> None:
         self._end_save()
         step = self._tried_step = self._engine.global_steps
         begun = self._directory / f"global_step{step}", time.time()
@@ -89,7 +89,7 @@ class Saver:
                 logger.error("%s", error)
                 self._saved_step = step
             else:
-                logger.error("step %d was not saved: %s", step, error)
+                logger.error("step %d was not saved, %s: %s", step, then, error)
                 self._saved_step = None
             return
         self._begun, self._saved_step = begun, step

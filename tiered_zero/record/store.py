@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections import Counter
@@ -10,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, final
+from typing import Any, Literal, final
 
 from tiered_zero.concurrency.transfer import (
     COMPLETED,
@@ -46,23 +47,19 @@ from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes
 from tiered_zero.system import OwnProcess, map_memory
 from tiered_zero.telemetry.spans import Recorder
 
+_TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
+"""Errors of a manifest's write after which the caller may try the commit again."""
+
 _STUCK_S = 5.0
 """Seconds that `close` and `drain_all` wait for requests after a failure; a request may be stuck for ever."""
-
-
-class Draft(NamedTuple):
-    """A state to commit: its manifest, and the bytes of the manifest's file."""
-
-    state: Manifest
-    data: bytes
 
 
 @final
 class SwapStore:
     """Stores named records on NVMe. One thread drives the store; any thread may wait for its transfers.
 
-    A request is refused if it overlaps one in flight for the same record, unless both are reads. A failed transfer,
-    sync or commit latches the store: every later call raises."""
+    A request is refused if it overlaps one in flight for the same record, unless both are reads. A failed transfer or
+    sync latches the store: every later call raises."""
 
     def __init__(
         self,
@@ -226,54 +223,48 @@ class SwapStore:
     def commit(self, step: int, metadata: Mapping[str, Any]) -> None:
         """Commit all records that were reserved with `committed`, as the state of `step`. The state is durable on
         return. `metadata`: the caller's own values, JSON only."""
-        self.prepare(self.draft(step, metadata))
-        self.confirm()
-
-    def draft(self, step: int, metadata: Mapping[str, Any]) -> Draft:
-        """Return the state to commit, for `prepare`; write nothing. Raises StoreError, with nothing changed, if a
-        record of the commit is being written, or if `metadata` is not JSON or too large. Reads ranges that have no
-        checksum; if this fails, the store is latched, and TransferError or CorruptionError raised."""
-        self._check()
-        written = self._table.committed()
-        if self._is_hashed:
-            written = [(record, self._hashed(record, ranges)) for record, ranges in written]
-        state = Manifest(
-            run_id=self.run_id,
-            step=step,
-            capacity_nbytes=self.capacity_nbytes,
-            weights=self._files.stripes.weights,
-            metadata=dict(metadata),
-            records=tuple(record for record, _ in written),
-            ranges={record.name: list(ranges) for record, ranges in written},
-        )
-        return Draft(state, state.encode())
-
-    def prepare(self, draft: Draft) -> None:
-        """Do the first half of `commit`: make the new state durable next to the last commit. `recover` can open either.
-        Nothing may be written between `draft` and this call; writes to records of the commit are refused until
-        `confirm`. Processes that commit together wait for each other before they call `confirm`. If one of them fails,
-        all call `fail`. Raises StoreError, TransferError."""
-        self._check()
-        self._table.freeze(draft.state.step)
         try:
-            # data is durable before the manifest that names it
-            wait_all(self._files.sync())  # never tried again: the kernel may have dropped the pages
-            self._directory.keep()
-            manifest.prepare(self._directory.paths[0], draft.data)
-        except BaseException as error:
-            self.fail(error)
-            self._directory.keep(self.step is not None)  # no other process has decided: this one has not prepared
-            if isinstance(error, TransferError) or not isinstance(error, OSError):
-                raise
-            raise StoreError(
-                f"The manifest of step {draft.state.step} cannot be written to {self._directory.paths[0]}: {error}. "
-                f"What was committed before is untouched; resume from {self._resume_text()}."
-            ) from error
-        self._prepared = draft.state
+            self.prepare(step, metadata)
+            self.confirm()
+        except BaseException:
+            if self._latch.error is None:  # a latched store may have committed: `confirm` failed
+                self.cancel_prepared()
+            raise
 
-    def fail(self, error: BaseException) -> None:
-        """Latch the store: a commit has failed, here or in a process that commits together with this one."""
-        self._latch.set(error)
+    def prepare(self, step: int, metadata: Mapping[str, Any]) -> None:
+        """Do the first half of `commit`: make the new state durable next to the last commit. `recover` can open either.
+        Writes to records that take part in commits are refused until `confirm` or `cancel_prepared`. Processes that
+        commit together wait for each other before they call `confirm`.
+
+        Raises StoreError if a record of the commit is being written, or if the manifest does not fit on the disk."""
+        self._check()
+        written = self._table.freeze(step)
+        try:
+            if self._is_hashed:
+                written = [(record, self._hashed(record, ranges)) for record, ranges in written]
+            state = Manifest(
+                run_id=self.run_id,
+                step=step,
+                capacity_nbytes=self.capacity_nbytes,
+                weights=self._files.stripes.weights,
+                metadata=dict(metadata),
+                records=tuple(record for record, _ in written),
+                ranges={record.name: list(ranges) for record, ranges in written},
+            )
+            data = state.encode()
+            # data is durable before the manifest that names it
+            with self._latching():  # a sync is never tried again: the kernel may have dropped the pages
+                wait_all(self._files.sync())
+            self._directory.keep()
+            manifest.prepare(self._directory.paths[0], data)
+        except (StoreError, ValueError):  # ValueError: the manifest would not be valid
+            self._table.thaw(None)
+            raise
+        except OSError as error:
+            if isinstance(error, TransferError):
+                raise
+            raise self._not_prepared(step, error) from error
+        self._prepared = state
 
     def confirm(self) -> None:
         """Do the second half of `commit`: commit the prepared state."""
@@ -286,13 +277,25 @@ class SwapStore:
             self._prepared = None
             self._table.thaw(state.ranges)
             self.step = state.step
-        except BaseException as error:  # it may be durable or not
-            self.fail(error)
-            if not isinstance(error, OSError):
-                raise
-            raise StoreError(
-                f"The commit of step {state.step} failed: {error}. Resume from what {self.paths[0]} holds."
-            ) from error
+        except OSError as error:
+            self._latch.set(error)
+            raise StoreError(f"The commit of step {state.step} failed: {error}. Resume from what is there.") from error
+        except BaseException as error:  # such as a second Ctrl-C: it may be durable or not
+            self._latch.set(error)
+            raise
+
+    def cancel_prepared(self) -> None:
+        """Drop the prepared state, if there is one, durably. Raises StoreError."""
+        if self._prepared is None:
+            return
+        try:
+            manifest.discard(self._directory.paths[0])
+        except OSError as error:
+            self._latch.set(error)
+            step = self._prepared.step
+            raise StoreError(f"Step {step} cannot be dropped: {error}. Resume from what is there.") from error
+        self._restore()
+        self._prepared = None
 
     def revert(self) -> None:
         """Drop all writes since the last commit from the records that take part in commits."""
@@ -381,15 +384,17 @@ class SwapStore:
         """Name the state from which a run can resume, for messages."""
         return "the last checkpoint" if self.step is None else f"step {self.step}, committed in {self.paths[0]}"
 
+    def _restore(self) -> None:
+        """Allow writes again, after the prepared manifest was removed."""
+        self._directory.keep(self.step is not None)
+        self._table.thaw(None)
+
     def _hashed(self, record: Record, ranges: Sequence[Range]) -> Sequence[Range]:
         """Return the ranges, each with a checksum; read those without one. Raises TransferError, CorruptionError."""
         if all(item.digest is not None for item in ranges):
             return ranges
-        try:
+        with self._latching():
             found = [item if item.digest is not None else self._with_digest(record, item) for item in ranges]
-        except Exception as error:
-            self.fail(error)
-            raise
         self._table.set_written(record, found)
         return found
 
@@ -408,6 +413,32 @@ class SwapStore:
                 f"resume from {self._resume_text()}."
             )
         return hashed([item], memory, whole.start)[0]
+
+    @contextmanager
+    def _latching(self) -> Iterator[None]:
+        """Return a context manager that latches the store if its block raises."""
+        try:
+            yield
+        except Exception as error:
+            self._latch.set(error)
+            raise
+
+    def _not_prepared(self, step: int, error: OSError) -> StoreError:
+        """Return the error of a manifest that could not be written. Drop the preparation after a transient failure
+        (`_TRANSIENT`); latch the store after any other."""
+        text = (
+            f"The manifest of step {step} cannot be written to {self._directory.paths[0]}: {error}. "
+            "What was committed before is untouched"
+        )
+        try:
+            if error.errno not in _TRANSIENT:
+                raise error
+            manifest.discard(self._directory.paths[0])  # durably, because its extents will be written again
+        except OSError as failure:
+            self._latch.set(failure)
+            return StoreError(f"{text}; resume from {self._resume_text()}.")
+        self._restore()
+        return StoreError(f"{text}; free some space (or file descriptors) and commit again.")
 
     def _corruption(self, record: Record, spans: Sequence[Span], item: Range, found: int) -> CorruptionError:
         span = next(span for span in spans if span.start <= item.start < span.end)
@@ -575,9 +606,9 @@ class RecordTable:
             for state in self._states.values():
                 state.in_flight = []
 
-    def committed(self) -> list[Written]:
-        """Return the records that take part in commits, each with its written ranges. Raises StoreError if one is being
-        written, or if they are frozen."""
+    def freeze(self, step: int) -> list[Written]:
+        """Refuse writes to records that take part in commits, until `thaw`. Return these records, each with its written
+        ranges. Raises StoreError if one is being written, or if they are frozen already."""
         with self._lock:
             if self._frozen is not None:
                 raise StoreError(f"Step {self._frozen} is prepared; confirm it before the next one.")
@@ -587,12 +618,8 @@ class RecordTable:
                 raise StoreError(
                     f"Cannot commit while records are being written ({busy[:5]}); wait for their transfers."
                 )
-            return [(state.record, list(state.written)) for state in states]
-
-    def freeze(self, step: int) -> None:
-        """Refuse writes to records that take part in commits, until `thaw`."""
-        with self._lock:
             self._frozen = step
+            return [(state.record, list(state.written)) for state in states]
 
     def durable(self, record: Record, start: int, end: int) -> list[Range]:
         """Return the ranges in the durable manifest that share bytes with `[start, end)`, each as a whole."""
@@ -601,14 +628,16 @@ class RecordTable:
             return [] if durable is None else durable.overlapping(start, end)
 
     def set_written(self, record: Record, ranges: Sequence[Range]) -> None:
-        """Replace a record's written ranges by the same ranges with checksums. Called while nothing is written."""
+        """Replace a record's written ranges by the same ranges with checksums. Called between `freeze` and `thaw`."""
         with self._lock:
             self._find(record).written = RangeMap(ranges)
 
-    def thaw(self, durable: Mapping[str, Sequence[Range]]) -> None:
-        """Allow writes again. `durable`: each record's ranges in the new durable manifest."""
+    def thaw(self, durable: Mapping[str, Sequence[Range]] | None) -> None:
+        """Allow writes again. `durable`: each record's ranges in the new durable manifest; None without a new one."""
         with self._lock:
             self._frozen = None
+            if durable is None:
+                return
             for name, ranges in durable.items():
                 self._states[name].durable = RangeMap(ranges)
 
