@@ -248,8 +248,8 @@ def _check_arrays(
 
 
 def _arrays(kinds: Iterable[str]) -> dict[str, bool]:
-    """Return kind of state array -> whether it holds 8-bit codes, that is, whether `kinds` has scales for it. Leave
-    out scales."""
+    """Return a dict: each kind of state array -> whether it holds 8-bit codes. It does if `kinds` has scales for it.
+    Scales are no keys of the dict."""
     own = dict.fromkeys(kinds).keys()  # in order
     return {kind: f"{kind}_scale" in own for kind in own if kind.removesuffix("_scale") not in own - {kind}}
 

@@ -405,8 +405,8 @@ class GradientReducer:
         torch.div(values, self._reduction.before, out=out)
 
     def _receive(self, bucket: Bucket, packed: torch.Tensor, done: Transfer) -> Transfer:
-        """Start to move a bucket's sums from `packed` to their homes, after its reduction `done`. Return the last
-        transfer."""
+        """Start to move a bucket's sums from `packed` to their homes, once the transfer `done` has reduced them. Return
+        the last transfer."""
         rank = self._collectives.rank
         for part in bucket.parts:
             if part.unit.index not in self._receiving:

@@ -273,7 +273,8 @@ def _rows(
     *,
     delayed: bool,
 ) -> list[_Row]:
-    """List the plan's rows for bytes that rest on a tier, and for staging buffers. `gradients`: tier -> bytes."""
+    """List the rows of the plan's table: the bytes of each kind that rest on a tier, and of staging buffers.
+    `gradients`: tier -> bytes."""
     on_device = sum(tiers.home_nbytes(unit) for unit in units if tiers.params[unit.index] == "device")
     part = "parameters, this rank's part"
     shards = f" of rank {request.rank}'s shards" if request.shards_gradients else ""

@@ -357,7 +357,8 @@ class TorchRule(UpdateRule):
     def import_state(
         self, values: Mapping[str, Any], state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]
     ) -> State:
-        """Import as `UpdateRule.import_state` says. Scalar tensors become fp32, except step counts on the CPU."""
+        """Copy state in torch's format to the arrays `state`, and return the scalars. Scalar tensors become fp32. Step
+        counts keep their dtype, unless torch would keep them on the device."""
         scalars = flattened(values)
         for name, home in state.items():
             if isinstance(scalars.get(name), torch.Tensor):

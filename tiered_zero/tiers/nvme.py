@@ -35,8 +35,8 @@ class _Chunk:
 @dataclass(kw_only=True)
 class _Fetch:
     """A fetch under way. `target`: the device memory to fill, [n] uint8. `pages`: the same memory if the disk can write
-    to it. `update`: the update that still writes the record. `is_deferred`: the job on the fetch lane leases staging
-    buffers."""
+    to it. `update`: the update that still writes the record. `is_deferred`: whether staging buffers are leased by
+    the job on the fetch lane, not when the fetch begins."""
 
     record: Record
     target: torch.Tensor

@@ -59,7 +59,8 @@ def paged_by(param: nn.Parameter) -> Pager | None:
 
 
 def _saving_views(params: Iterable[nn.Parameter]) -> AbstractContextManager[object]:
-    """Return a context in which autograd saves views of the units of `params` by name, not by address."""
+    """Return a context in which autograd saves, in place of a view of a unit of `params`, which part of which unit it
+    is. Backward then finds the unit's memory of that time."""
     found = {id(pager): pager.saved_views for param in params if (pager := paged_by(param)) is not None}
     return saved_tensors_hooks(partial(_pack, list(found.values())), _unpack) if found else nullcontext()
 

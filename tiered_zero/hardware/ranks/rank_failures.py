@@ -32,7 +32,7 @@ _ALL = "all"
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCall:
-    """One collective of this rank. Calls of one group with the same number on all ranks meet."""
+    """One collective of this rank. In a group, the calls of all ranks that have the same `number` belong together."""
 
     group: str  # name of the process group
     number: int  # in the group, from 1
