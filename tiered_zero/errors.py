@@ -43,14 +43,6 @@ class StoreError(TieredZeroError):
     """A swap directory, checkpoint or record cannot be used: it is missing, damaged, or not of the expected form."""
 
 
-class UntaggedCommitError(StoreError):
-    """A save committed a step in place, but could not write the step's tag durably. `step`: the committed step."""
-
-    def __init__(self, message: str, step: int | None = None) -> None:
-        super().__init__(message)
-        self.step = step
-
-
 class CorruptionError(StoreError):
     """Bytes read back are not the bytes written. No update is computed from such bytes. After a failed load the
     engine takes no further step."""

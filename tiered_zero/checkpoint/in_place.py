@@ -64,7 +64,7 @@ from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.concurrency.interrupts import hold_interrupts
 from tiered_zero.concurrency.transfer import COMPLETED, Transfer, wait_all, wait_quietly
 from tiered_zero.config.schema import Config
-from tiered_zero.errors import ModelError, StoreError, UntaggedCommitError
+from tiered_zero.errors import ModelError, StoreError
 from tiered_zero.hardware.ranks.collectives import Collectives, agree
 from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.placement import PlannedSlot
@@ -116,7 +116,7 @@ class Commits:
     def save(self, tag: TagWriter, fields: Mapping[str, Any], *, save_latest: bool) -> None:
         """Commit the state on every rank, between two updates, and publish a tag that points to the commit. `fields`:
         fields of TagManifest, with this rank's captured driver state. If this raises, the caller discards the tag.
-        Raises UntaggedCommitError, StoreError and others."""
+        Raises StoreError and others."""
         location, commit_id = _location(self._stores[0]), secrets.token_hex(16)
         swap = CommitLocation(run_id=location.run_id, paths=location.paths, commit_id=commit_id)
         fields = {**fields, "kind": "in_place", "swap": swap}
@@ -163,8 +163,8 @@ class Commits:
     @hold_interrupts()
     def _commit(self, manifest: TagManifest, shares: Sequence[Share], tag: TagWriter, pointer: Transfer) -> None:
         """Make the state durable on every rank, let rank 0 decide, then publish the tag. `pointer`: completes when the
-        tag is prepared. Raises UntaggedCommitError if only the tag is not durable, and another StoreError if the commit
-        failed or may not be durable."""
+        tag is prepared. Raises StoreError if the commit failed or may not be durable. Its text says so if only the tag
+        is not durable."""
         is_first = self._ranks.rank == 0
         if len(self.run_ids) == 1:  # no other store depends on it: it may drop a prepared state
             self._stores[0].commit(manifest.step, _metadata(manifest, shares))
@@ -177,10 +177,7 @@ class Commits:
             if is_first:
                 self._publish(tag, pointer, manifest.step)
 
-        try:
-            agree(self._ranks, f"{SAVE}: its tag", follow)
-        except UntaggedCommitError as error:
-            raise UntaggedCommitError(str(error), manifest.step) from error
+        agree(self._ranks, f"{SAVE}: its tag", follow)
 
     def _prepare_together(self, manifest: TagManifest, shares: Sequence[Share]) -> None:
         """Prepare the commit on every rank. If one rank fails, drop the prepared state and raise on every rank."""
@@ -225,17 +222,16 @@ class Commits:
             store.confirm()
 
     def _publish(self, tag: TagWriter, pointer: Transfer, step: int) -> None:
-        """Give the tag its name. `pointer`: completes when the tag is prepared. Raises UntaggedCommitError."""
+        """Give the tag its name. `pointer`: completes when the tag is prepared. Raises StoreError."""
         try:
             pointer.wait()
             tag.publish_pointer()
         except Exception as error:
             swap = self._stores[0].paths[0]
-            raise UntaggedCommitError(
+            raise StoreError(
                 f"Step {step} is committed in {swap}, but its tag {tag.path} was not made durable: {error} "
                 "Earlier tags of this run lead to the commit, and so does tiered_zero.checkpoint.resume = "
-                f"{swap!r}. Free space there, or save elsewhere: the next save writes a tag.",
-                step,
+                f"{swap!r}. Free space there, or save elsewhere: the next save writes a tag."
             ) from error
 
 

@@ -33,7 +33,6 @@ from tiered_zero.errors import (
     NonFiniteError,
     StoreError,
     TransferError,
-    UntaggedCommitError,
 )
 from tiered_zero.hardware.ranks.launcher import get_rank, get_world_size
 from tiered_zero.plan.gpt_shape import GPTConfig, num_parameters
@@ -85,24 +84,12 @@ class Saver:
         try:
             self._engine.save_checkpoint(self._directory, client_state={_STATE_KEY: self._options})
         except (StoreError, TransferError, BudgetError) as error:
-            if self._is_found(error):
-                logger.error("%s", error)
-                self._saved_step = step
-            else:
-                logger.error("step %d was not saved, %s: %s", step, then, error)
-                self._saved_step = None
+            logger.error("the save of step %d failed, %s: %s", step, then, error)
+            self._saved_step = None
             return
         self._begun, self._saved_step = begun, step
         if not self._engine.config.tiered_zero.checkpoint.async_save:
             self._end_save()
-
-    def _is_found(self, error: Exception) -> bool:
-        """Return whether --resume finds a step whose save failed: the step is committed in place, and an older tag
-        leads to the commit."""
-        try:
-            return isinstance(error, UntaggedCommitError) and find_checkpoint(self._directory).swap is not None
-        except StoreError:
-            return False
 
     def _end_save(self) -> None:
         """Wait until the save that has begun is durable, and log its size."""
