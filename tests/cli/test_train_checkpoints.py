@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from click.testing import CliRunner, Result
 
 from tests.cli.test_train import CONFIGS, SMALL, run, write_config  # noqa: F401  # `run` is a fixture
 from tests.support.forked import ForkedProgram
-from tests.support.inspection.insides import Checkpoints, TagWriter
+from tests.support.inspection.insides import TagWriter
 from tiered_zero.cli.main import main
 from tiered_zero.errors import StoreError
 
@@ -94,22 +95,21 @@ def test_ctrl_c_saves_first(swap_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert not [path for path in swap_path.rglob("*.bin") if "ck" not in path.parts], "the swap directory is empty"
 
 
-def test_saves_are_said_with_path_bytes_and_seconds(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saves_are_said_with_their_path(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every N-th step and at the end; without --save-every at the end alone."""
     monkeypatch.chdir(swap_path)
     config = str(CONFIGS / "gpt_cpu.json")
     result = train(config, *SMALL[:2], "--steps", 5, "--save", "ck", "--save-every", 2)
     assert result.exit_code == 0, result.output
     for step in (2, 4, 5):
-        assert f"saved ck/global_step{step}: " in result.stderr
-    assert "KiB in 0." in result.stderr
-    assert result.stderr.count("saved ") == 3
+        assert f"saving ck/global_step{step}\n" in result.stderr
+    assert result.stderr.count("saving ") == 3
     assert sorted(path.name for path in Path("ck").glob("global*")) == [f"global_step{n}" for n in (2, 4, 5)]
     result = train(config, *SMALL[:2], "--steps", 2, "--save", "other")
-    assert result.stderr.count("saved ") == 1 and (Path("other") / "global_step2").exists()
+    assert result.stderr.count("saving ") == 1 and (Path("other") / "global_step2").exists()
 
 
-def test_what_is_done_is_not_done_again_and_other_options_are_said(
+def test_what_is_done_is_not_done_again_and_other_options_are_refused(
     swap_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(swap_path)
@@ -125,17 +125,21 @@ def test_what_is_done_is_not_done_again_and_other_options_are_said(
     assert values["resumed_from"] == str(Path("ck").resolve() / "global_step3") or values["resumed_from"].endswith(
         "ck/global_step3"
     )
-    result = train(*task, "--steps", 4, "--seed", 5)
-    assert result.exit_code == 0 and "--seed was 0 when the checkpoint was saved, and is 5 now" in result.stderr
-    assert "4 steps" not in result.stdout and "1 step in" in result.stdout
+    result = train(*task, "--steps", 4, "--seed", 5, "--batch", 3)
+    assert result.exit_code == 1
+    assert re.search(r"--resume: the run in ck has --seed 0, batch \d+; found --seed 5, batch \d+\.", result.stderr)
+    result = train(*task, "--steps", 4)
+    assert result.exit_code == 0 and "4 steps" not in result.stdout and "1 step in" in result.stdout
 
 
-def test_a_new_run_beside_checkpoints_of_another_is_said(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_run_beside_checkpoints_of_another_is_refused(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(swap_path)
     task = (str(CONFIGS / "gpt_cpu.json"), *SMALL[:2], "--steps", 1, "--save", "ck")
-    assert "of another run" not in train(*task).stderr
-    assert "ck has checkpoints of another run, up to global_step1, and this one begins at step 0" in train(*task).stderr
-    assert "of another run" not in train(*task, "--resume").stderr
+    assert train(*task).exit_code == 0
+    result = train(*task)
+    assert result.exit_code == 1
+    assert "ck was expected to have no checkpoints; found some, up to global_step1. Add --resume" in result.stderr
+    assert train(*task, "--resume").exit_code == 0
 
 
 def test_a_directory_of_something_else_is_no_new_start(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,36 +168,32 @@ def test_a_damaged_checkpoint_is_skipped_and_said(swap_path: Path, monkeypatch: 
     assert result.exit_code == 1 and "There is no complete checkpoint in" in result.stderr, "never a silent new start"
 
 
-def test_a_full_disk_is_named_and_training_goes_on(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(swap_path)
-    save = Checkpoints.save
-    calls = []
-
-    def fails_at_first(self: Checkpoints, *arguments: Any, **named: Any) -> None:
-        calls.append(arguments[2])
-        if len(calls) == 1:
-            raise StoreError("The disk is full: 3 bytes are free.")
-        save(self, *arguments, **named)
-
-    monkeypatch.setattr(Checkpoints, "save", fails_at_first)
-    task = (str(CONFIGS / "gpt_cpu.json"), *SMALL[:2], "--steps", 4, "--save", "ck", "--save-every", 2)
-    result = train(*task)
-    assert result.exit_code == 0, result.output
-    assert "the save of step 2 failed, and training goes on: The disk is full: 3 bytes are free." in result.stderr
-    assert [path.name for path in Path("ck").glob("global*")] == ["global_step4"]
-
-    def fails(*_: Any, **__: Any) -> None:
-        raise StoreError("The disk is full.")
-
-    monkeypatch.setattr(Checkpoints, "save", fails)
-    for options in (task, task[:-2]):  # at the last step too
-        result = train(*options)
-        assert result.exit_code == 3 and result.stderr.count("the save of step 4 failed") == 1
-
-
-def test_a_committed_step_without_its_tag_is_a_failed_save_that_resume_finds(
-    swap_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_async", [False, True])
+def test_training_goes_on_after_a_full_disk_and_fails_if_the_last_save_does(
+    is_async: bool, swap_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(swap_path)
+    prepare = TagWriter.prepare
+
+    def fails_at_four(self: TagWriter, *arguments: Any, **named: Any) -> None:
+        if self.tag == "global_step4":
+            raise StoreError("The disk is full: 3 bytes are free.")
+        prepare(self, *arguments, **named)
+
+    monkeypatch.setattr(TagWriter, "prepare", fails_at_four)
+    settings = json.loads((CONFIGS / "gpt_cpu.json").read_text())
+    settings.setdefault("tiered_zero", {})["checkpoint"] = {"async": is_async}
+    task = (write_config(Path("config.json"), **settings), *SMALL[:2], "--save", "ck", "--save-every", 2, "--resume")
+    result = train(*task, "--steps", 4)
+    assert result.exit_code == 1 and "The disk is full: 3 bytes are free." in result.stderr
+    assert [path.name for path in Path("ck").glob("global*")] == ["global_step2"]
+    result = train(*task, "--steps", 8, "--json")
+    assert result.exit_code == 0 and json.loads(result.stdout)["resumed_step"] == 2
+    assert "failed, and training goes on: The disk is full: 3 bytes are free." in result.stderr
+    assert (Path("ck") / "global_step8").exists() and not (Path("ck") / "global_step4").exists()
+
+
+def test_a_committed_step_without_its_tag_is_resumed(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(swap_path)
     prepare = TagWriter.prepare
 
@@ -208,11 +208,10 @@ def test_a_committed_step_without_its_tag_is_a_failed_save_that_resume_finds(
     config = write_config(Path("config.json"), **settings)
     task = (config, *SMALL[:2], "--save", "ck", "--save-every", 1, "--resume", "--steps")
     result = train(*task, 4)
-    assert result.exit_code == 3, result.output
-    assert "the save of step 4 failed, and training goes on: Step 4 is committed in" in result.stderr
+    assert result.exit_code == 1 and "the save of step 3 failed, and training goes on: Step 3" in result.stderr
+    assert "Error: Step 4 is committed in" in result.stderr
     assert "not written" not in result.stderr and "untouched" not in result.stderr
-    result = train(*task, 5, "--json")
-    assert result.exit_code == 0 and json.loads(result.stdout)["resumed_step"] == 4
+    assert answer(*task, 5)["resumed_step"] == 4
 
 
 def test_another_model_or_optimizer_is_refused_in_words_of_the_command(
@@ -223,7 +222,7 @@ def test_another_model_or_optimizer_is_refused_in_words_of_the_command(
     task = ("--steps", 1, "--save", "ck", "--resume")
     assert train(config, *SMALL[:2], *task).exit_code == 0
     result = train(config, "--model", "gpt:layers=2,hidden=32,context=16", *task)
-    assert result.exit_code == 1 and "--resume: the run in ck trains --model gpt:layers=1" in result.stderr
+    assert result.exit_code == 1 and "--resume: the run in ck has --model gpt:layers=1" in result.stderr
     assert "load_module_strict" not in result.stderr
     other = write_config(Path("other.json"), optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}})
     result = train(other, *SMALL[:2], *task)

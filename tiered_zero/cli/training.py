@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import struct
 import time
 from collections import deque
@@ -26,14 +25,7 @@ from tiered_zero.config.load import load, read_json
 from tiered_zero.demo.corpus import NUM_BYTE_VALUES, Corpus, read_corpus
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.engine.engine import Engine
-from tiered_zero.errors import (
-    BudgetError,
-    ConfigError,
-    ModelError,
-    NonFiniteError,
-    StoreError,
-    TransferError,
-)
+from tiered_zero.errors import BudgetError, ConfigError, ModelError, NonFiniteError, StoreError, TransferError
 from tiered_zero.hardware.ranks.launcher import get_rank, get_world_size
 from tiered_zero.plan.gpt_shape import GPTConfig, num_parameters
 from tiered_zero.sizes import TIERS, format_nbytes
@@ -45,109 +37,33 @@ logger = logging.getLogger("tiered_zero")
 
 _STATE_KEY, _LOSS = "tiered_zero.train", "loss"
 
-MODEL = "--model"
-"""The option that must have the same value when a run is resumed."""
 
-
-@final
-class Saver:
-    """Saves a run to `directory` after every `every` steps and at the end (None: at the end only). Main thread. A
-    failed save is logged, and training continues."""
-
-    def __init__(self, engine: Engine, directory: Path, every: int | None, options: Mapping[str, Any]) -> None:
-        """Prepare to save `engine`. `options`: command-line options that change the numbers; they are saved too."""
-        self._engine, self._directory, self._every = engine, directory, every
-        self._options = dict(options)
-        self._begun: tuple[Path, float] | None = None
-        """The save that has begun and may not be durable yet: (its directory, when it began); None: there is none."""
-        self._tried_step = engine.global_steps
-        """The last step that this object tried to save."""
-        self._saved_step: int | None = engine.global_steps
-
-    def after_step(self, loss: float) -> None:
-        """Save if it is time: after every `every` steps. `loss`: the loss of the last step."""
-        self._options[_LOSS] = loss
-        if self._every is not None and self._engine.global_steps % self._every == 0:
-            self._save()
-
-    def finish(self) -> bool:
-        """Save the last step, if not tried before, and wait for the save. Return whether the last step is saved."""
-        if self._engine.global_steps != self._tried_step:
-            self._save("at the end of training")
-        self._end_save()
-        return self._saved_step == self._engine.global_steps
-
-    def _save(self, then: str = "and training goes on") -> None:
-        self._end_save()
-        step = self._tried_step = self._engine.global_steps
-        begun = self._directory / f"global_step{step}", time.time()
-        try:
-            self._engine.save_checkpoint(self._directory, client_state={_STATE_KEY: self._options})
-        except (StoreError, TransferError, BudgetError) as error:
-            logger.error("the save of step %d failed, %s: %s", step, then, error)
-            self._saved_step = None
-            return
-        self._begun, self._saved_step = begun, step
-        if not self._engine.config.tiered_zero.checkpoint.async_save:
-            self._end_save()
-
-    def _end_save(self) -> None:
-        """Wait until the save that has begun is durable, and log its size."""
-        if self._begun is None:
-            return
-        (path, began_s), self._begun = self._begun, None
-        try:
-            self._engine.flush()
-        except (StoreError, TransferError, BudgetError):
-            self._saved_step = None
-            return
-        if self._engine.global_rank > 0:  # a network file system may show the files late
-            return
-        files = [entry.stat() for entry in os.scandir(path) if entry.is_file(follow_symlinks=False)]
-        nbytes = format_nbytes(sum(file.st_size for file in files))
-        in_place = (
-            " in addition to the state, which is committed in place,"
-            * self._engine.config.tiered_zero.checkpoint.in_place
-        )
-        seconds = max(0.0, path.stat().st_ctime - began_s)
-        logger.info("saved %s: %s%s in %.2f s", path, nbytes, in_place, seconds)
-
-
-def compare_options(directory: Path, options: Mapping[str, Any]) -> None:
-    """Log a warning for each of `options` that differs from the newest checkpoint of `directory`. Raises StoreError,
-    and ConfigError if the model differs."""
+def check_options(directory: Path, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError if `options` are not those of the newest checkpoint in `directory`. Raises StoreError."""
     with open_reader(find_checkpoint(directory)) as reader:
         saved = read_client_state(reader.manifest.driver).get(_STATE_KEY)
     if not isinstance(saved, dict):
         return
-    for name, value in options.items():
-        if name not in saved or saved[name] == value:
-            continue
-        if name == MODEL:
-            raise ConfigError(
-                f"--resume: the run in {directory} trains --model {saved[name]}; found {value}. Give that, or "
-                "another directory to --save."
-            )
-        logger.warning("%s was %s when the checkpoint was saved, and is %s now", name, saved[name], value)
+    if other := [name for name, value in options.items() if name in saved and saved[name] != value]:
+        expected, found = (", ".join(f"{name} {of[name]}" for name in other) for of in (saved, options))
+        raise ConfigError(
+            f"--resume: the run in {directory} has {expected}; found {found}. Give the same, or another directory to "
+            "--save."
+        )
 
 
-def warn_of_others(directory: Path) -> None:
-    """Log a warning if `directory` has checkpoints already: a new run would replace some of them. Raises StoreError."""
+def check_new(directory: Path) -> None:
+    """Raise ConfigError if `directory` has checkpoints: a new run would replace some of them. Raises StoreError."""
     tags = list_tags(directory) if directory.exists() else []
-    if tags:
-        logger.warning(
-            "%s has checkpoints of another run, up to %s, and this one begins at step 0: it replaces those of the "
-            "steps that it saves. To go on from them, stop it now and add --resume",
-            directory,
-            tags[-1].tag,
+    if complete := [info.tag for info in tags if info.complete]:
+        raise ConfigError(
+            f"--save: {directory} was expected to have no checkpoints; found some, up to {complete[-1]}. Add --resume "
+            "to go on from them, or name another directory."
         )
 
 
 DIVERGED = 1
 """Exit code if the loss is not finite."""
-
-UNSAVED = 3
-"""Exit code if training has ended, but its last step could not be saved."""
 
 SECONDS_BETWEEN_LINES = 10.0
 STEPS_AVERAGED = 20
@@ -207,7 +123,7 @@ class Training:
             logger.warning("%s holds NUL bytes, as binary files do. It is trained on byte by byte.", corpus.source)
         self._step_tokens = resolved.train_batch_size * model.context
         self._saved = {
-            MODEL: str(model),
+            "--model": str(model),
             "--seed": options.seed,
             "--data": corpus.source,
             "batch": resolved.train_batch_size,
@@ -222,11 +138,11 @@ class Training:
             logger.info("no checkpoint in %s yet (%s): starting at step 0", self._resumes, why)
             self._resumes = None
         if self._resumes is not None:
-            compare_options(self._resumes, self._saved)
+            check_options(self._resumes, self._saved)
             checkpoint = (settings.get("tiered_zero") or {}).get("checkpoint") or {}
             settings = overlay(settings, checkpoint={**checkpoint, "resume": str(self._resumes)})
         if options.save is not None and not options.resume:
-            warn_of_others(options.save)
+            check_new(options.save)
         self._settings = settings
         self._progress = TrainingProgress(options.steps)
 
@@ -262,9 +178,8 @@ class Training:
             self._loss_before = saved.get(_LOSS) if isinstance(saved, dict) else None
             logger.info("resumed from %s: %d steps, and their batches, are not made again", path, engine.global_steps)
         progress.begin_at(engine.global_steps)
-        saver = Saver(engine, options.save, options.save_every, self._saved) if options.save is not None else None
-        stop.at_boundary = saver is not None or self._world_size > 1  # ranks end after the same step
-        if saver is None or self._rank > 0:
+        stop.at_boundary = options.save is not None or self._world_size > 1  # ranks end after the same step
+        if options.save is None or self._rank > 0:
             stop.answer = b"" if self._rank > 0 else b"\nFinishing this step; a second signal ends at once.\n"
         stop_code = None
         for step in range(engine.global_steps, options.steps):
@@ -276,12 +191,20 @@ class Training:
             progress.advance(report)
             if not math.isfinite(loss):
                 return DIVERGED
-            if saver is not None:
-                saver.after_step(loss)
+            num_steps, every = engine.global_steps, options.save_every or options.steps
+            is_last = num_steps == options.steps or stop_code is not None
+            if options.save is not None and (is_last or num_steps % every == 0):
+                logger.info("saving %s", options.save / f"global_step{num_steps}")
+                try:
+                    engine.save_checkpoint(options.save, client_state={_STATE_KEY: {**self._saved, _LOSS: loss}})
+                except (StoreError, TransferError, BudgetError) as error:
+                    if is_last:
+                        raise
+                    logger.error("the save of step %d failed, and training goes on: %s", num_steps, error)
             if stop_code is not None:
                 break
-        is_saved = saver is None or saver.finish()
-        return stop_code or stop.code or (0 if is_saved else UNSAVED)
+        engine.flush()  # raises if the last save, an asynchronous one, has failed
+        return stop_code or stop.code or 0
 
     def _show(self, totals: RunTotals, code: int) -> None:
         """Print the run's report, as tables or as JSON."""
@@ -314,7 +237,7 @@ class Training:
                 f"The loss is {progress.loss} after step {progress.done} of {steps}: training has diverged. Lower the "
                 "learning rate (optimizer.params.lr), or clip more (gradient_clipping; 0 clips nothing)."
             )
-        if code not in (0, UNSAVED):
+        if code:
             loss_text = f"; loss {progress.loss:.3f}" if progress.done > progress.first else ""
             click.echo(f"Stopped after {progress.done} of {steps} steps{loss_text}.", err=True)
 
