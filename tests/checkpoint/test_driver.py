@@ -23,7 +23,7 @@ from tests.support.trainers import tiered
 from tiered_zero.checkpoint.driver import LoadParts, join_states, own_state, to_json
 from tiered_zero.checkpoint.load import differences
 from tiered_zero.data import TrainingLoader
-from tiered_zero.errors import ModelError, NonFiniteError, StoreError
+from tiered_zero.errors import EngineFailedError, ModelError, NonFiniteError, StoreError
 from tiered_zero.rules import lr
 
 
@@ -173,7 +173,7 @@ def test_a_scheduler_that_cannot_be_saved_is_refused(make: Callable[..., tiered_
         (SCHEDULERS["StepLR"], SCHEDULERS["LinearLR"], "is a StepLR; this run's is a LinearLR"),
         (None, SCHEDULERS["LinearLR"], "has no lr_scheduler, and this run has a LinearLR"),
         (SCHEDULERS["SequentialLR"], lambda o: lr_scheduler.SequentialLR(
-            o, [lr_scheduler.LinearLR(o), lr_scheduler.LinearLR(o)], [3]), "does not go on from the state"),
+            o, [lr_scheduler.LinearLR(o), lr_scheduler.LinearLR(o)], [3]), "expected the saved states of 2 schedulers"),
     ],
     ids=["other", "none", "shorter"],
 )  # fmt: skip
@@ -192,6 +192,23 @@ def test_another_schedule_is_refused_unless_asked_for(
     restore(other, saved, lr_scheduler_states=False)
     assert other.get_lr() == engine.get_lr()
     assert other.lr_scheduler.state_dict() == schedule
+
+
+class Refusing(lr_scheduler.StepLR):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        raise KeyError("gamma")
+
+
+def test_a_scheduler_that_refuses_its_state_ends_the_engines_use(
+    make: Callable[..., tiered_zero.Engine], tmp_path: Path
+) -> None:
+    engine, other = (make(make_scheduler=lambda optimizer: Refusing(optimizer, 2)) for _ in range(2))
+    train(engine, 1)
+    engine.save_checkpoint(tmp_path / "saved")
+    with pytest.raises(KeyError, match="gamma"):
+        other.load_checkpoint(tmp_path / "saved")
+    with pytest.raises(EngineFailedError, match="ended in its middle, by KeyError"):
+        train(other, 1)
 
 
 def test_a_schedule_that_is_left_out_is_said(
@@ -503,7 +520,7 @@ def changed_states(whole: Any, junk: Sequence[Any] = JUNK) -> Iterator[Any]:
 
 
 def test_changed_states_are_refused_or_restored(make: Callable[..., tiered_zero.Engine]) -> None:
-    """`check` refuses by one of our errors and changes nothing, or `restore` restores."""
+    """`check` refuses by one of our errors and changes nothing, or `restore` restores. Of a schedule torch judges."""
     engine = make(make_scheduler=sequence, fp16={"enabled": True, "initial_scale_power": 4})
     engine.backward(engine(rows().half()).float().square().mean())
     engine.step()
@@ -515,15 +532,17 @@ def test_changed_states_are_refused_or_restored(make: Callable[..., tiered_zero.
     num_refused, taken = 0, []
     for saved in changed_states(whole):
         try:
-            taken.append(driver.check(saved))
+            state = driver.check(saved)
+            taken.append((saved["lr_scheduler"], state))
         except (StoreError, ModelError) as error:
             num_refused += 1
             assert len(str(error)) < 2500
     assert num_refused > 500 and 100 < len(taken) < num_refused
     assert capture(engine, loader, mine=1) == whole
-    for state in [*taken, driver.check(whole)]:
-        driver.restore_optimizer(state)
-        driver.restore(state)
+    for schedule, state in [*taken, (whole["lr_scheduler"], driver.check(whole))]:
+        if schedule == whole["lr_scheduler"]:
+            driver.restore_optimizer(state)
+            driver.restore(state)
 
 
 @pytest.mark.parametrize("saved", [None, [], {}, {"counts": 1}, 5, "x"])

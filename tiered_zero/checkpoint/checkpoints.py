@@ -188,10 +188,10 @@ class Checkpoints:
     def load(
         self, found: FoundCheckpoint, parts: LoadParts, *, strict: bool = True, place: Callable[[], None] | None = None
     ) -> dict[str, Any]:
-        """Load a checkpoint into the run and return its client_state. Everything is checked on every rank before the
-        first weight changes; an error after that makes the engine unusable. `strict`: see `match`. `place`: puts the
-        model on its tiers, after the checks; None: it is there. Raises ModelError, ConfigError, StoreError,
-        CorruptionError and TransferError."""
+        """Load a checkpoint into the run and return its client_state. All but bytes and the schedule's state is checked
+        on every rank before anything changes; an error after that makes the engine unusable. `strict`: see `match`.
+        `place`: puts the model on its tiers, after the checks; None: it is there. Raises ModelError, ConfigError,
+        StoreError, CorruptionError, TransferError, and what the scheduler raises."""
         with ExitStack() as opened:
             checked: list[tuple[TensorReader, Matched, dict[str, Any]]] = []
 

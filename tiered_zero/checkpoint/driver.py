@@ -193,7 +193,8 @@ class DriverState:
 
     def restore_optimizer(self, state: State, parts: LoadParts = EVERYTHING) -> None:
         """Restore the param groups and the learning rate schedule. `state`: the result of `check`. Call this before
-        optimizer state is loaded, because missing state is initialized with these values."""
+        optimizer state is loaded, because missing state is initialized with these values. Raises what the scheduler
+        raises if it refuses its state."""
         optimizer = self.optimizer
         if optimizer is None or parts.module_only:
             return
@@ -243,7 +244,7 @@ class DriverState:
             groups = state["groups"] if parts.optimizer_states else _scheduled_options(optimizer, state["groups"])
             state["options"] = optimizer.checked_group_options(groups)
         if has_schedule:
-            _check_scheduler(self.lr_scheduler, state["lr_scheduler"], optimizer)
+            _check_scheduler(self.lr_scheduler, state["lr_scheduler"])
 
 
 # -- extra state of modules, by torch's get_extra_state and set_extra_state --------------------------------------------
@@ -355,42 +356,33 @@ def _loadable(scheduler: Any, state: Any) -> Any:
     return found
 
 
-def _with_inner(scheduler: Any, state: Any = None) -> list[tuple[Any, Any]]:
-    """Return a scheduler and the schedulers inside it, each with its part of the saved `state`. Without `state` the
-    parts are None. Raises ValueError if `state` has another number of parts."""
+def _with_inner(scheduler: Any, state: Any) -> list[tuple[Any, Any]]:
+    """Return a scheduler and the schedulers inside it, each with its part of the saved `state`; None without a part.
+    Raises ModelError if `state` has another number of parts."""
     inner = getattr(scheduler, "_schedulers", ())
     states = state.get("_schedulers") if isinstance(state, dict) and inner else None
     if isinstance(states, list) and len(states) != len(inner):
         # torch would leave some as they are
-        raise ValueError(f"expected the states of {len(inner)} schedulers; found {len(states)}")
+        raise ModelError(
+            f"lr_scheduler: expected the saved states of {len(inner)} schedulers in this run's "
+            f"{type(scheduler).__name__}; found {len(states)}. {_OTHERWISE}"
+        )
     pairs = zip(inner, states if isinstance(states, list) else [None] * len(inner), strict=True)
     return [(scheduler, state), *(found for pair in pairs for found in _with_inner(*pair))]
 
 
-def _check_scheduler(scheduler: Any, saved: Any, optimizer: TieredOptimizer) -> None:
-    """Check that the scheduler can load `saved`. Changes nothing. Raises ModelError."""
+_OTHERWISE = "Build the scheduler of the saved run, or load with load_lr_scheduler_states=False to begin a new one."
+
+
+def _check_scheduler(scheduler: Any, saved: Any) -> None:
+    """Raise ModelError if there is no saved scheduler, or one of another class."""
     kind = type(scheduler).__name__
-    otherwise = "Build the scheduler of the saved run, or load with load_lr_scheduler_states=False to begin a new one."
     if saved is None:
-        raise ModelError(f"The checkpoint has no lr_scheduler, and this run has a {kind}. {otherwise}")
+        raise ModelError(f"The checkpoint has no lr_scheduler, and this run has a {kind}. {_OTHERWISE}")
     if saved["type"] != kind:
-        raise ModelError(f"The checkpoint's lr_scheduler is a {saved['type']:.80}; this run's is a {kind}. {otherwise}")
-    groups = deepcopy(optimizer.group_options())
-    own = deepcopy(scheduler.state_dict())
-    attributes = [(one, dict(vars(one))) for one, _ in _with_inner(scheduler) if hasattr(one, "__dict__")]
-    try:
-        scheduler.load_state_dict(_loadable(scheduler, saved["state"]))
-    except Exception as error:
         raise ModelError(
-            f"This run's {kind} does not go on from the state that was saved: {type(error).__name__}: {error}. "
-            f"{otherwise}"
-        ) from error
-    finally:
-        scheduler.load_state_dict(own)
-        for one, before in attributes:
-            vars(one).clear()
-            vars(one).update(before)
-        optimizer.load_group_options(groups)
+            f"The checkpoint's lr_scheduler is a {saved['type']:.80}; this run's is a {kind}. {_OTHERWISE}"
+        )
 
 
 # -- values as JSON --------------------------------------------------------------------------------------------------

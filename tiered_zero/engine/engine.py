@@ -260,7 +260,7 @@ class Engine(DeepSpeedNames):
         anew. `custom_load_fn`: must be None.
 
         Raises ModelError, ConfigError or StoreError, with nothing changed, if the checkpoint does not fit. If damage is
-        found later, this engine cannot be used any more.
+        found later, or the scheduler refuses its saved state, this engine cannot be used any more.
         """
         if custom_load_fn is not None:
             raise ModelError(
