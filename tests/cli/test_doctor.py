@@ -66,6 +66,12 @@ def test_native_libraries_that_are_missing(swap_path: Path, tmp_path: Path, monk
         assert found[name]["fix"] == f"unset {LIBRARY_DIR_VARIABLE}"
 
 
+def test_a_processor_without_a_level_of_the_kernel(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "supported_levels", lambda path: [])
+    found = examine(swap_path)["update kernel"]
+    assert found["state"] == POOR and "torch's own operations" in found["found"] and "AVX2" in found["fix"]
+
+
 def test_a_disk_without_o_direct_says_why(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = IOEngine.write
 

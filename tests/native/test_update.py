@@ -19,16 +19,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.native_build import UPDATE_SOURCE, compile_shared
-from tiered_zero.errors import ConfigError
 from tiered_zero.native.update import (
     ADDRESSES_PER_RUN,
-    LEVELS,
     Dtype,
     Flag,
     Hyper,
     Rule,
     UpdateKernel,
     available_cpus,
+    supported_levels,
 )
 
 DTYPES = {
@@ -41,8 +40,8 @@ DTYPES = {
 
 @pytest.fixture(scope="module")
 def kernels(library: Path) -> Iterator[list[UpdateKernel]]:
-    """One of each level that runs here, with different numbers of threads; the scalar level last."""
-    levels = UpdateKernel(library).supported_levels()
+    """One of each level that runs here, with different numbers of threads."""
+    levels = supported_levels(library)
     kernels = [UpdateKernel(library, level, num_threads=1 + index) for index, level in enumerate(levels)]
     yield kernels
     for kernel in kernels:
@@ -164,7 +163,7 @@ def test_compiler_flags_do_not_change_bits(kernels: list[UpdateKernel], tmp_path
             )  # fmt: skip
             arrays = Arrays(1003, hyper, True)
             expected = arrays.copy().update(kernels[0])
-            for level in kernels[0].supported_levels():
+            for level in supported_levels(path):
                 other = UpdateKernel(path, level, 1)
                 for found, wanted in zip(arrays.copy().update(other), expected, strict=True):
                     assert torch.equal(found, wanted), (rule, flag, level)
@@ -281,20 +280,6 @@ def test_denormals_are_kept_whatever_the_caller_does_to_its_own(library: Path) -
         results.append(twin.tensors[0])
     assert torch.equal(*results) and results[0].abs().min() > 0
     kernel.close()
-
-
-def test_a_level_that_cannot_run_is_refused(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    supported = UpdateKernel(library).supported_levels()
-    missing = next(level for level in LEVELS if level not in supported)
-    with pytest.raises(ConfigError, match=rf"{missing}: this processor.*choose one of .*scalar"):
-        UpdateKernel(library, missing)
-    monkeypatch.setenv("TIERED_ZERO_UPDATE_LEVEL", "sse9")
-    with pytest.raises(ConfigError, match="one of avx512, avx2, neon, scalar was expected; found 'sse9'"):
-        UpdateKernel(library)
-    monkeypatch.setenv("TIERED_ZERO_UPDATE_LEVEL", "scalar")
-    assert UpdateKernel(library).level == "scalar"
-    monkeypatch.delenv("TIERED_ZERO_UPDATE_LEVEL")
-    assert UpdateKernel(library).level == supported[0]
 
 
 def large_update(kernel: UpdateKernel) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from tiered_zero.io.native import load_library
 from tiered_zero.native import VERSION
 from tiered_zero.native.update import UpdateKernel
 
-SOURCES_DIGEST = "de8a6c89d8b06a0d"
+SOURCES_DIGEST = "a9ad5e74b21351fd"
 """Of the C sources of VERSION."""
 
 

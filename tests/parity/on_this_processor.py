@@ -16,7 +16,7 @@ import torch
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import Plain, assert_same_bits, follow, tiered, train
 from tiered_zero.native import find_library
-from tiered_zero.native.update import UpdateKernel
+from tiered_zero.native.update import UpdateKernel, supported_levels
 from tiered_zero.rules.native_rules import (
     AdagradRule,
     AdamRule,
@@ -89,7 +89,7 @@ def main() -> None:
     torch.set_num_threads(1)
     library, levels = find_library("_update"), []
     if library is not None:
-        levels = UpdateKernel(library).supported_levels()
+        levels = supported_levels(library)
     kernels = [UpdateKernel(library, level, 1, find_torch_root()) for level in levels if library] or [open_kernel()]
     served = {name: all([compare_steps(name, kernel) for kernel in kernels]) for name in RULES}
     for name in OPTIMIZERS:

@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from tiered_zero.native.update import UpdateKernel
-from tiered_zero.rules.native_rules import AdagradRule, Lion, LionRule, NativeRule, SgdRule, find_torch_root
+from tiered_zero.rules import native_rules
+from tiered_zero.rules.native_rules import (
+    AdagradRule,
+    Lion,
+    LionRule,
+    NativeRule,
+    SgdRule,
+    find_torch_root,
+    open_kernel,
+)
 from tiered_zero.rules.rule import Run
 
 SGD, ADAGRAD = (SgdRule, torch.optim.SGD), (AdagradRule, torch.optim.Adagrad)
@@ -83,3 +92,14 @@ def test_momentum_that_starts_late_takes_the_gradient_first(kernel: UpdateKernel
 def test_state_of_sgd_without_momentum_is_empty(kernel: UpdateKernel) -> None:
     assert SgdRule(kernel).state_fields((3,), {}) == []
     assert [field.name for field in SgdRule(kernel, momentum=0.9).state_fields((3,), {})] == ["momentum_buffer"]
+
+
+def test_a_processor_without_a_level_takes_torchs_operations_and_the_log_says_so(
+    library: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native_rules, "find_library", lambda stem: library)
+    assert open_kernel() is not None
+    monkeypatch.setattr(native_rules, "supported_levels", lambda path: [])
+    assert open_kernel() is None
+    SgdRule(open_kernel()).announce()
+    assert "torch's own operations. The native kernel needs a processor with AVX2" in caplog.text

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL
-from tiered_zero.native.update import UpdateKernel
+from tiered_zero.native.update import LEVELS, UpdateKernel, supported_levels
 from tiered_zero.rules import quantized
 from tiered_zero.rules.native_rules import AdamRule, find_torch_root
 from tiered_zero.rules.quantized import QuantizedAdam
@@ -20,13 +20,14 @@ from tiered_zero.rules.rule import Run
 HYPER: dict[str, Any] = {"lr": 0.01, "amsgrad": True}
 
 
-@pytest.fixture(params=["scalar", "best", "torch"])
+@pytest.fixture(params=[*LEVELS, "torch"])
 def kernel(request: pytest.FixtureRequest, library: Path) -> Iterator[UpdateKernel | None]:
     if request.param == "torch":
         yield None
         return
-    level = "scalar" if request.param == "scalar" else None
-    kernel = UpdateKernel(library, level, num_threads=3, root=find_torch_root())
+    if request.param not in supported_levels(library):
+        pytest.skip(f"this processor does not run {request.param}")
+    kernel = UpdateKernel(library, request.param, num_threads=3, root=find_torch_root())
     yield kernel
     kernel.close()
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.fakes.wrong_root import build_wrong_root, plant_root
 from tests.support.native_build import UPDATE_SOURCE, compile_shared
-from tiered_zero.native.update import Flag, UpdateKernel
+from tiered_zero.native.update import Flag, UpdateKernel, supported_levels
 from tiered_zero.rules import native_rules
 from tiered_zero.rules.native_rules import (
     AdagradRule,
@@ -55,7 +55,7 @@ def assert_bits_of_torch(rule: NativeRule, kind: type[torch.optim.Optimizer], **
 
 @pytest.fixture
 def levels(library: Path) -> list[str]:
-    return UpdateKernel(library).supported_levels()
+    return supported_levels(library)
 
 
 def test_torchs_own_root_is_taken_where_no_other_has_its_bits(

@@ -27,6 +27,7 @@ from tests.support.native_build import UPDATE_SOURCE, compile_shared
 from tests.support.rings import mark_full
 from tiered_zero.io.select import filesystem_type, is_local
 from tiered_zero.native import find_library
+from tiered_zero.native.update import supported_levels
 
 torch.set_num_threads(NUM_THREADS)
 settings.register_profile("tiered_zero", deadline=None, derandomize=True, database=None)
@@ -88,8 +89,12 @@ def _fresh() -> Iterator[None]:
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The update kernel, built from the checkout, or as installed where there is no compiler."""
     if shutil.which("cc") is None and (installed := find_library("_update")) is not None:
-        return installed
-    return compile_shared(UPDATE_SOURCE, tmp_path_factory.mktemp("native") / "_update.so")
+        path = installed
+    else:
+        path = compile_shared(UPDATE_SOURCE, tmp_path_factory.mktemp("native") / "_update.so")
+    if not supported_levels(path):
+        pytest.skip("the kernel has no code for this processor")
+    return path
 
 
 @pytest.fixture(scope="session")

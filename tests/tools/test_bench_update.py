@@ -13,7 +13,7 @@ import pytest
 from tests.lagging.build import why_not
 from tests.support.forked import run_forked
 from tests.support.native_build import ROOT
-from tiered_zero.native.update import UpdateKernel
+from tiered_zero.native.update import supported_levels
 
 CASES = ["triad", "kernel fp32", "small", "small, packed", "whole", "torch", "torch, reuse", "fallback"]
 
@@ -23,7 +23,7 @@ def test_smoke(tmp_path: Path, library: Path) -> None:
     ran = run_forked(ROOT / "tools/bench/update.py", "--smoke", "--out", out)
     assert ran.returncode == 0, ran.stderr
     record = json.loads(out.read_text())
-    levels = [f"kernel {level}" for level in UpdateKernel(library).supported_levels()]
+    levels = [f"kernel {level}" for level in supported_levels(library)]
     assert record["name"] == "update" and set(record["samples"]) == {*CASES, *levels}
     assert all(len(samples) == 2 and min(samples) > 0 for samples in record["samples"].values())
     assert set(record["rates_gb_per_s"]) == set(record["samples"]) and record["bound"]["triad_gb_per_s"] > 0

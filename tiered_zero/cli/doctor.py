@@ -22,7 +22,7 @@ from tiered_zero.errors import ConfigError, TieredZeroError
 from tiered_zero.io.engine import IOSettings
 from tiered_zero.io.select import ENGINES, filesystem_type, filesystem_warnings, preflight_directory, select_engine
 from tiered_zero.native import find_library, why_missing
-from tiered_zero.native.update import UpdateKernel, available_cpus
+from tiered_zero.native.update import available_cpus, supported_levels
 from tiered_zero.sizes import GIB, MIB, format_nbytes
 from tiered_zero.stopping import stop_on_signals
 from tiered_zero.system import BAD, GOOD, POOR, Finding
@@ -166,13 +166,11 @@ def _kernel() -> Iterator[Finding]:
     if path is None:
         yield _missing("update kernel", "_update", "; torch's own operations are used")
         return
-    kernel = UpdateKernel(path)
-    try:
-        state, fix = (POOR, "use a processor with AVX2 or NEON") if kernel.level == "scalar" else (GOOD, "")
-        levels = ", ".join(kernel.supported_levels())
-        yield Finding("update kernel", state, f"{kernel.level} on {kernel.num_threads} threads (runs: {levels})", fix)
-    finally:
-        kernel.close()
+    if levels := supported_levels(path):
+        yield Finding("update kernel", GOOD, f"{levels[0]} on {available_cpus()} threads (runs: {', '.join(levels)})")
+        return
+    found = "no code for this processor; torch's own operations are used"
+    yield Finding("update kernel", POOR, found, "use a processor with AVX2 and FMA, or with NEON")
 
 
 def _torch() -> Iterator[Finding]:

@@ -38,7 +38,7 @@ enum { TZ_F32, TZ_BF16, TZ_F16, TZ_REMAINDER };
 enum { TZ_ADAM, TZ_SGD, TZ_ADAGRAD, TZ_LION };
 enum { TZ_MAXIMIZE = 1, TZ_L2 = 2, TZ_AMSGRAD = 4, TZ_MOMENTUM = 8, TZ_NESTEROV = 16, TZ_FIRST = 32 };
 enum { TZ_TORCH_ROOT = 64, TZ_NEWTON_ROOT = 128 };
-enum { TZ_SCALAR, TZ_AVX2, TZ_AVX512, TZ_NEON, TZ_LEVELS };
+enum { TZ_AVX2, TZ_AVX512, TZ_NEON, TZ_LEVELS };
 enum { TZ_STATES = 3, TZ_MAX_THREADS = 256 };
 
 /* In elements: what passes through the arithmetic at least; what stays in the first cache between its two parts; where runs
@@ -101,10 +101,6 @@ static inline void *at(const void *base, int64_t i, int type) { return base ? (c
 
 typedef float tz_eight __attribute__((vector_size(32)));
 
-#define LEVEL scalar
-#define LANES 4
-#define TARGET
-#include "update_kernel.h"
 #if defined(__x86_64__)
 #define LEVEL avx2
 #define LANES 8
@@ -120,7 +116,6 @@ typedef float tz_eight __attribute__((vector_size(32)));
 #define LEVEL neon
 #define LANES 4
 #define TARGET
-#define ISA_NEON
 #include "update_kernel.h"
 #endif
 
@@ -136,7 +131,6 @@ static const struct {
     tz_carry *carry;
     tz_convert *convert;
 } kernels[TZ_LEVELS] = {
-    [TZ_SCALAR] = {advance_scalar, extract_scalar, receive_scalar, carry_scalar, convert_scalar},
 #if defined(__x86_64__)
     [TZ_AVX2] = {advance_avx2, extract_avx2, receive_avx2, carry_avx2, convert_avx2},
     [TZ_AVX512] = {advance_avx512, extract_avx512, receive_avx512, carry_avx512, convert_avx512},

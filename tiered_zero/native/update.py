@@ -12,14 +12,10 @@ from itertools import starmap
 from pathlib import Path
 from typing import NamedTuple, final
 
-from tiered_zero.errors import ConfigError
 from tiered_zero.native import declare, load, struct_fields
 from tiered_zero.system import cgroup_folders, read_text
 
-LEVEL_VARIABLE = "TIERED_ZERO_UPDATE_LEVEL"
-"""The environment variable that forces a level by name. A level that this machine cannot run is refused."""
-
-LEVELS = {"avx512": 2, "avx2": 1, "neon": 3, "scalar": 0}
+LEVELS = {"avx512": 1, "avx2": 0, "neon": 2}
 """Name of a level (an instruction set) -> its number in update.c, best first."""
 
 NUM_FREE_CORES = 2
@@ -112,12 +108,12 @@ class UpdateKernel:
     def __init__(
         self, path: Path, level: str | None = None, num_threads: int | None = None, root: MklRoot | None = None
     ) -> None:
-        """`level`: a key of LEVELS; default: from LEVEL_VARIABLE, else the best that runs here. `num_threads`: default:
+        """`level`: one of `supported_levels(path)`, which must not be empty; default: the best. `num_threads`: default:
         `available_cpus()`. `root`: MKL's square root, for Flag.TORCH_ROOT. Raises OSError if `path` is no library, and
-        ConfigError for another version or a level that does not run here."""
+        ConfigError for another version."""
         self.path = path
         self._library = _bind(path)
-        self.level = self._choose(level or os.environ.get(LEVEL_VARIABLE) or None)
+        self.level = level or supported_levels(path)[0]
         self.num_threads = max(1, num_threads or available_cpus())
         self.root = root
         self._pool = self._library.tz_pool_open(self.num_threads)
@@ -125,26 +121,6 @@ class UpdateKernel:
             raise MemoryError("no memory for the update kernel's threads")
         self._end = weakref.finalize(self, self._library.tz_pool_close, self._pool)
         self._end.atexit = False  # exit ends the threads, and a last update may still run
-
-    def supported_levels(self) -> list[str]:
-        """List the levels that this processor runs, best first."""
-        return [name for name, number in LEVELS.items() if self._library.tz_supported(number)]
-
-    def _choose(self, forced: str | None) -> str:
-        supported = self.supported_levels()
-        if forced is None:
-            return supported[0]
-        if forced not in LEVELS:
-            raise ConfigError(
-                f"{LEVEL_VARIABLE}: one of {', '.join(LEVELS)} was expected; found {forced!r}. "
-                f"This machine runs {', '.join(supported)}."
-            )
-        if forced not in supported:
-            raise ConfigError(
-                f"{LEVEL_VARIABLE}={forced}: this processor, or the compiler that built the kernel, lacks it. "
-                f"Unset the variable, or choose one of {', '.join(supported)}."
-            )
-        return forced
 
     def update(self, table: int, num_runs: int) -> None:
         """Take one optimizer step on `num_runs` runs. `table`: the address of one row of ADDRESSES_PER_RUN 64-bit
@@ -191,6 +167,13 @@ class UpdateKernel:
 
 def _copy_table(copies: Sequence[CopyNorm]) -> ctypes.Array[_CopyNormArgs]:
     return (_CopyNormArgs * len(copies))(*starmap(_CopyNormArgs, copies))
+
+
+def supported_levels(path: Path) -> list[str]:
+    """List the levels of the library `path` that this processor runs, best first. Raises OSError if `path` is no
+    library, and ConfigError for another version."""
+    library = _bind(path)
+    return [name for name, number in LEVELS.items() if library.tz_supported(number)]
 
 
 def _bind(path: Path) -> ctypes.CDLL:

@@ -1,10 +1,10 @@
 /* Define the arithmetic of one update; update.c includes this file once per level.
  *
- * Defined before inclusion: LEVEL (name suffix), LANES (floats in a vector), TARGET (function attribute), and ISA_AVX512,
- * ISA_AVX2 or ISA_NEON if its instructions may be used. The code uses the compilers' portable vector extension; only fused
- * multiply-add, square root and half precision use intrinsics of the instruction set. Each operation is rounded once
- * (IEEE), every level fuses the same operations, and every element takes the same path: so the bits depend neither on the
- * level nor on the place of an element. Stores go through the caches: streaming stores were no faster on Zen 4, and the next
+ * Defined before inclusion: LEVEL (name suffix), LANES (floats in a vector), TARGET (function attribute), and ISA_AVX512
+ * or ISA_AVX2 for their instructions; without either, those of NEON are used. The code uses the compilers' portable vector
+ * extension; only fused multiply-add, square root and half precision use intrinsics of the instruction set. Each operation
+ * is rounded once (IEEE), every level fuses the same operations, and every element takes the same path: so the bits depend
+ * neither on the level nor on the place of an element. Stores go through the caches: streaming stores were no faster on Zen 4, and the next
  * reader of the 16-bit copy may find it in a cache.
  */
 
@@ -63,24 +63,8 @@ KERNEL vf fma_(vf a, vf b, vf c) {
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(ISA_AVX2)
     return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(ISA_NEON)
-    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
-    /* The product is exact in double; the sum is rounded to odd, so that rounding it again to float rounds only once
-     * (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums", 2008). */
-    vf result;
-    for (int i = 0; i < LANES; i++) {
-        double product = (double)a[i] * (double)b[i], sum = product + (double)c[i], back = sum - product;
-        double error = (product - (sum - back)) + ((double)c[i] - back);
-        if (error != 0 && error - error == 0) {
-            int64_t bits;
-            memcpy(&bits, &sum, 8);
-            if (!(bits & 1)) bits += (error > 0) == (sum > 0) ? 1 : -1;
-            memcpy(&sum, &bits, 8);
-        }
-        result[i] = (float)sum;
-    }
-    return result;
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #endif
 }
 
@@ -89,14 +73,8 @@ KERNEL vf root_(vf a) {
     return (vf)_mm512_sqrt_ps((__m512)a);
 #elif defined(ISA_AVX2)
     return (vf)_mm256_sqrt_ps((__m256)a);
-#elif defined(__aarch64__)
-    return (vf)vsqrtq_f32((float32x4_t)a);
-#elif defined(__SSE2__)
-    return (vf)_mm_sqrt_ps((__m128)a);
 #else
-    vf result;
-    for (int i = 0; i < LANES; i++) result[i] = sqrtf(a[i]);
-    return result;
+    return (vf)vsqrtq_f32((float32x4_t)a);
 #endif
 }
 
@@ -106,10 +84,8 @@ KERNEL vf estimate(vf a) {
     __m256 low = _mm256_rsqrt_ps(_mm512_castps512_ps256((__m512)a));
     __m256 high = _mm256_rsqrt_ps(_mm512_extractf32x8_ps((__m512)a, 1));
     return (vf)_mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1);
-#elif defined(ISA_AVX2)
-    return (vf)_mm256_rsqrt_ps((__m256)a);
 #else
-    return (vf)_mm_rsqrt_ps((__m128)a);
+    return (vf)_mm256_rsqrt_ps((__m256)a);
 #endif
 }
 #endif
@@ -133,12 +109,8 @@ KERNEL vf from_half(vh h) {
     return (vf)_mm512_cvtph_ps((__m256i)h);
 #elif defined(ISA_AVX2)
     return (vf)_mm256_cvtph_ps((__m128i)h);
-#elif defined(ISA_NEON)
-    return (vf)vcvt_f32_f16((float16x4_t)h);
 #else
-    vu wide = __builtin_convertvector(h, vu), magnitude = (wide & 0x7fff) << 13, sign = (wide & 0x8000) << 16;
-    vf scaled = (vf)magnitude * 0x1p112f; /* exact; normalizes subnormals */
-    return (vf)(choose(magnitude >= (vu){0} + 0x0f800000, magnitude | 0x7f800000, (vu)scaled) | sign);
+    return (vf)vcvt_f32_f16((float16x4_t)h);
 #endif
 }
 
@@ -148,16 +120,8 @@ KERNEL vh to_half(vf x) {
     return (vh)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT);
 #elif defined(ISA_AVX2)
     return (vh)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
-#elif defined(ISA_NEON)
-    return (vh)vcvt_f16_f32((float32x4_t)x);
 #else
-    vu bits = (vu)x, sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7fffffff;
-    vu normal = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
-    vu subnormal = (vu)((vf)magnitude + 0.5f) - 0x3f000000; /* the adder rounds at 2^-24, half's last place */
-    vu result = choose(magnitude < (vu){0} + 0x38800000, subnormal, normal);
-    result = choose(magnitude >= (vu){0} + 0x47800000, (vu){0} + 0x7c00, result);
-    result = choose(magnitude > (vu){0} + 0x7f800000, 0x7e00 | ((magnitude >> 13) & 0x3ff), result);
-    return __builtin_convertvector(result | sign, vh);
+    return (vh)vcvt_f16_f32((float32x4_t)x);
 #endif
 }
 
@@ -506,4 +470,3 @@ TARGET static float NAME(receive)(const struct tz_copy *c, int fused_tail) {
 #undef TARGET
 #undef ISA_AVX512
 #undef ISA_AVX2
-#undef ISA_NEON

@@ -35,7 +35,16 @@ from torch.optim import Optimizer
 
 from tiered_zero.errors import InternalError, ModelError
 from tiered_zero.native import find_library, why_missing
-from tiered_zero.native.update import ADDRESSES_PER_RUN, Dtype, Flag, Hyper, MklRoot, Rule, UpdateKernel
+from tiered_zero.native.update import (
+    ADDRESSES_PER_RUN,
+    Dtype,
+    Flag,
+    Hyper,
+    MklRoot,
+    Rule,
+    UpdateKernel,
+    supported_levels,
+)
 from tiered_zero.rules.rule import Run, StateField, UpdateRule, batches, packed
 from tiered_zero.rules.state_layout import join_master, round_randomly, split_master
 from tiered_zero.rules.torch_rule import ELEMENTWISE, TorchRule
@@ -335,14 +344,18 @@ class NativeRule(UpdateRule):
 
 
 def open_kernel(num_threads: int | None = None) -> UpdateKernel | None:
-    """Open the native kernel with torch's square root; None: it was not built. `num_threads`: None: all of this
-    process. Raises ConfigError if the environment names an instruction set that this machine cannot run."""
+    """Open the native kernel with torch's square root; None: it was not built, or has no code for this processor.
+    `num_threads`: None: all of this process."""
     path = find_library("_update")
-    return None if path is None else UpdateKernel(path, num_threads=num_threads, root=find_torch_root())
+    if path is None or not supported_levels(path):
+        return None
+    return UpdateKernel(path, num_threads=num_threads, root=find_torch_root())
 
 
 def missing_kernel() -> str:
-    """Return a text that says why the native kernel is missing and how to build it."""
+    """Return a text that says why there is no native kernel, and how to have it."""
+    if find_library("_update"):
+        return "The native kernel needs a processor with AVX2 and FMA, or with NEON."
     reason, fix = why_missing("_update")
     return f"The native library _update is missing: {reason}. To have it: {fix}."
 

@@ -68,15 +68,13 @@ def describe_machine(site: Site) -> Record:
 
 def _measure_update(site: Site) -> Record:
     """Parameters/s of AdamW over fp32 masters and bf16 gradients, by the kernel of a run if there is one."""
-    from tiered_zero.native import find_library
-    from tiered_zero.native.update import NUM_FREE_CORES, UpdateKernel, available_cpus
-    from tiered_zero.rules.native_rules import AdamRule, find_torch_root
+    from tiered_zero.native.update import num_kernel_threads
+    from tiered_zero.rules.native_rules import AdamRule, open_kernel
     from tiered_zero.rules.rule import Run
 
-    numel, library = MIB if site.smoke else 64 * MIB, find_library("_update")
-    cores = available_cpus() - (NUM_FREE_CORES if site.device.type != "cpu" else 0)
-    kernel = library and UpdateKernel(library, num_threads=max(1, cores), root=find_torch_root())
-    rule = AdamRule(decoupled=True, kernel=kernel or None)
+    numel = MIB if site.smoke else 64 * MIB
+    kernel = open_kernel(num_threads=num_kernel_threads(shares_cores=site.device.type == "cpu"))
+    rule = AdamRule(decoupled=True, kernel=kernel)
     master, state = torch.rand(numel), {name: torch.zeros(numel) for name in ("exp_avg", "exp_avg_sq")}
     run = Run(
         master=master,

@@ -39,7 +39,7 @@ import torch
 import tiered_zero.native
 from tiered_zero.grads.check import GradNorm
 from tiered_zero.native import find_library
-from tiered_zero.native.update import Dtype, Hyper, UpdateKernel
+from tiered_zero.native.update import Dtype, Hyper, UpdateKernel, supported_levels
 from tiered_zero.rules.native_rules import AdamRule, find_torch_root
 from tiered_zero.rules.rule import Run
 from tools.bench.record import append_record
@@ -145,10 +145,7 @@ def main(arguments: list[str] | None = None) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(tiered_zero.native.__file__).parent / "update.c"
         library = find_library("_update") or build(source, folder)
-        kernels = {
-            level: UpdateKernel(library, level, root=find_torch_root())
-            for level in UpdateKernel(library).supported_levels()
-        }
+        kernels = {level: UpdateKernel(library, level, root=find_torch_root()) for level in supported_levels(library)}
         stream = ctypes.CDLL(str(build(Path(__file__).parent / "triad.c", folder)))
     best = next(iter(kernels.values()))
     rules = {level: AdamRule(decoupled=True, kernel=kernel) for level, kernel in kernels.items()}
