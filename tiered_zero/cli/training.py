@@ -55,9 +55,10 @@ def check_options(directory: Path, options: Mapping[str, Any]) -> None:
 def check_new(directory: Path) -> None:
     """Raise ConfigError if `directory` has checkpoints: a new run would replace some of them. Raises StoreError."""
     tags = list_tags(directory) if directory.exists() else []
-    if complete := [info.tag for info in tags if info.complete]:
+    # a tag that is not complete may still lead to a later commit of its run
+    if saved := [info.tag for info in tags if info.kind]:
         raise ConfigError(
-            f"--save: {directory} was expected to have no checkpoints; found some, up to {complete[-1]}. Add --resume "
+            f"--save: {directory} was expected to have no checkpoints; found some, up to {saved[-1]}. Add --resume "
             "to go on from them, or name another directory."
         )
 
@@ -194,6 +195,10 @@ class Training:
             num_steps, every = engine.global_steps, options.save_every or options.steps
             is_last = num_steps == options.steps or stop_code is not None
             if options.save is not None and (is_last or num_steps % every == 0):
+                try:
+                    engine.flush()  # else this save would only raise the error of an asynchronous one before it
+                except (StoreError, TransferError, BudgetError) as error:
+                    logger.error("%s", error)
                 logger.info("saving %s", options.save / f"global_step{num_steps}")
                 try:
                     engine.save_checkpoint(options.save, client_state={_STATE_KEY: {**self._saved, _LOSS: loss}})
