@@ -219,7 +219,7 @@ class _Pass(Iterator[Any]):
 @final
 class _Order(Sampler[int]):
     """Yields the indices of one rank's samples, from position `start` on, in the order of the pass `number`. `drops`:
-    leave out the last samples if they are too few for all ranks."""
+    whether to leave out the last samples if they are too few for all ranks."""
 
     rank, num_ranks, drops = 0, 1, False
 

@@ -90,7 +90,7 @@ def run_checkpointed(
     function: Callable[..., Any], args: tuple[Any, ...], states: RandomStates, *, reentrant: bool
 ) -> Any:
     """Run `function` with `args` now, and again in backward with the same random numbers. `states`: random states that
-    the program keeps by name. `reentrant`: which of torch's two kinds of checkpoint runs it."""
+    the program keeps by name. `reentrant`: whether torch's reentrant kind of checkpoint runs it."""
     return checkpoint(_Tracked(function, states), *args, use_reentrant=reentrant)
 
 

@@ -145,8 +145,8 @@ def open_machine(
     adopted: Mapping[tuple[str, ...], AdoptedStore] = MappingProxyType({}),
 ) -> OpenMachine:
     """Allocate the host memory and files of the plan, and reserve `slots`, which name `units` and `layouts` by index.
-    `resources`: closes them. `model_name`: for the owner file. `adopted`: swap paths -> the committed state to
-    resume."""
+    `resources`: gets the functions that free them. `model_name`: is written to the owner file. `adopted`: swap paths ->
+    the committed state to resume."""
     tiers = TierRack(config, plan, runtime, resources, model_name=model_name, adopted=adopted)
     inventory = Inventory()
     copy_homes: dict[int, Home] = {}

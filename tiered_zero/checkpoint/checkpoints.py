@@ -189,9 +189,10 @@ class Checkpoints:
         self, found: FoundCheckpoint, parts: LoadParts, *, strict: bool = True, place: Callable[[], None] | None = None
     ) -> dict[str, Any]:
         """Load a checkpoint into the run and return its client_state. All but bytes and the schedule's state is checked
-        on every rank before anything changes; an error after that makes the engine unusable. `strict`: see `match`.
-        `place`: puts the model on its tiers, after the checks; None: it is there. Raises ModelError, ConfigError,
-        StoreError, CorruptionError, TransferError, and what the scheduler raises."""
+        on every rank before anything changes; an error after that makes the engine unusable. `strict`: whether
+        missing and unexpected names are refused; else they are logged. `place`: puts the model on its tiers, after the
+        checks; None: the model is there already. Raises ModelError, ConfigError, StoreError, CorruptionError,
+        TransferError, and what the scheduler raises."""
         with ExitStack() as opened:
             checked: list[tuple[TensorReader, Matched, dict[str, Any]]] = []
 
@@ -228,8 +229,8 @@ class Checkpoints:
         self._driver.restore(driver, parts)
 
     def _check(self, manifest: TagManifest, parts: LoadParts, strict: bool = True) -> tuple[Matched, dict[str, Any]]:
-        """Check everything in a checkpoint except the values. Return the keys to load, and the state for
-        `DriverState.restore`."""
+        """Check that everything in a checkpoint except the values fits this run. Return the keys to load, and the state
+        for `DriverState.restore`."""
         with_state = parts.optimizer_states and not parts.module_only and self._driver.optimizer is not None
         matched = match(self._state, manifest, strict=strict, with_state=with_state, convert=self._convert)
         driver = self._driver.check(manifest.driver, parts, self._ranks)

@@ -173,8 +173,8 @@ class DriverState:
 
     def check(self, saved: Any, parts: LoadParts = EVERYTHING, ranks: Collectives | None = None) -> State:
         """Decode and check a saved driver state, which may be hostile. Return this rank's state for `restore`. Changes
-        nothing. `ranks`: None: the run has one rank. Raises StoreError for a damaged state, and ModelError for one that
-        does not fit this run."""
+        nothing. `parts`: what to load. `ranks`: the run's collectives; None: the run has one rank. Raises StoreError
+        for a damaged state, and ModelError for one that does not fit this run."""
         state = _decode_state(saved)
         num_ranks = _select_rank(state, ranks or SingleRank())
         if parts.module_only:

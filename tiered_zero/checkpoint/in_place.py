@@ -140,8 +140,9 @@ class Commits:
             wait_quietly(pointer)
 
     def share(self, driver: Mapping[str, Any], commit_id: str) -> Share:
-        """Write the durable copies, and return this rank's part of the commit. `driver`: this rank's own part of the
-        driver state. `commit_id`: an id to propose. Raises StoreError, TransferError."""
+        """Write the copies of buffers and parameters (`DurableCopies`), and return this rank's part of the commit.
+        `driver`: this rank's own part of the driver state. `commit_id`: the id to propose for the commit. Raises
+        StoreError, TransferError."""
         state, scalars = self._state, self._state.view.scalars
         with torch.no_grad():
             self._copies.write(state.named_buffers())

@@ -291,9 +291,9 @@ class Share(StrictModel):
     """One rank's part of a save.
 
     `tensors`: with this rank's parts only. `records`: the records of these parts; `Source.record` is a position in this
-    list. `scalars`: of this rank's parameters. `driver`: the `own_state` of the rank. `stores`: its data file in a full
-    save. `rank`: its part of an in-place commit. `commit_id`: the id that it proposes for that commit; rank 0's is
-    used."""
+    list. `scalars`: of this rank's parameters. `driver`: the rank's own part of the driver state. `stores`: its
+    data file in a full save. `rank`: its part of an in-place commit. `commit_id`: the id that it proposes for that
+    commit; rank 0's is used."""
 
     tensors: dict[str, TensorEntry]
     records: list[RecordName]

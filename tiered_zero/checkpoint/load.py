@@ -572,7 +572,7 @@ class StateLoader:
                 self._load_windows(unit, home)
 
     def _load_windows(self, unit: Unit, home: Home) -> None:
-        """Write a unit to its home on nvme, in the pieces in which it was written first."""
+        """Write a unit to its home on nvme, in pieces of one staging buffer's length."""
         staging = self._state.param_staging
         assert staging is not None, "a tier without views is planned with staging buffers"
         keeps = self._keeps_values([unit])

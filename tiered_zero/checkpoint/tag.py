@@ -496,7 +496,7 @@ def _take(info: TagInfo, manifest: TagManifest | None = None) -> FoundCheckpoint
 
 
 def _skipped(tags: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return a line for each reason. `tags`: reason -> its tags, from the newest to the oldest."""
+    """Return a line for each reason to skip tags. `tags`: reason -> the skipped tags, from the newest to the oldest."""
     return [
         f"Skipped {own[0]}{f' and {len(own) - 1} before it' if len(own) > 1 else ''}: {reason}."
         for reason, own in tags.items()

@@ -283,8 +283,9 @@ def specify_planned(
     host_nbytes: int | None = None,
     rates: Machine | None = None,
 ) -> RunSpec:
-    """Specify the run of rank 0, without opening anything. `device_nbytes` is for one rank, `host_nbytes` for all
-    `ranks`; `rates` are for choosing a placement. None: those of this machine."""
+    """Specify the run of rank 0, without opening anything. `device_nbytes`: the device memory of each rank.
+    `host_nbytes`: the host memory of all `ranks` together. None: what this machine has free, within the config's
+    limits. `rates`: the speeds by which a placement is chosen; None: the speeds measured on this machine."""
     from tiered_zero.assembly.spec import PlannedMachine, specify_run
     from tiered_zero.rules.from_config import check_sections
 

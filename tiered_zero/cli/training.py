@@ -333,8 +333,8 @@ class TrainingProgress:
 
 
 def agree(engine: Engine, loss: float, code: int | None) -> tuple[float, int | None]:
-    """Return the mean loss of all ranks, and the exit code of a signal that any rank got, or None. `code`: this rank's.
-    Every rank calls this. Raises RankError."""
+    """Return the mean loss of all ranks, and the exit code of a signal that any rank got, or None. `code`: this rank's
+    exit code. Every rank calls this. Raises RankError."""
     if engine.world_size == 1:
         return loss, code
     found = [_MESSAGE.unpack(each) for each in engine.exchange(_MESSAGE.pack(loss, code or 0))]

@@ -186,7 +186,7 @@ def _open(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> TensorRead
 
 
 def _read(weight: WeightTensor, read: dict[int, torch.Tensor]) -> torch.Tensor:
-    """Read the tensor of `weight`, add it to `read` for its other names, and return it."""
+    """Read the tensor of `weight`, put it into `read`, where the caller finds it for its other names, and return it."""
     whole = torch.empty(weight.shape, dtype=weight.dtype)
     flat, start = whole.view(-1), 0
     for part in weight.read():

@@ -564,7 +564,7 @@ class InFlightGradients:
                 load.lease.release()
 
     def _loads(self, copies: Sequence[GradCopy]) -> Iterator[list[tuple[int, GradCopy]]]:
-        """Cut `copies` into parts, and yield those of each staging buffer: (first byte in the buffer, part)."""
+        """Cut `copies` into parts. Yield for each staging buffer a list of pairs (first byte in it, part)."""
         room = 0 if self._staging is None else self._staging.buffer_nbytes
         parts: list[tuple[int, GradCopy]] = []
         used = 0

@@ -247,8 +247,8 @@ class GradientStore:
             windows.finish_writes()
 
     def promote(self, gradients: UnitGradients, why: str = _SECOND_BACKWARD) -> None:
-        """Convert the unit's gradients to fp32: a 16-bit sum would round. `why`: the warning to log when memory beyond
-        the plan is first used."""
+        """Convert the unit's gradients to fp32, because a sum in 16 bits loses digits. `why`: the warning to log when
+        memory beyond the plan is first used."""
         if gradients.flat.dtype == torch.float32:
             return
         if gradients.paged is not None:

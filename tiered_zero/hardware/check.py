@@ -194,7 +194,8 @@ def _arena(accelerator: Accelerator, nbytes: int, pins: bool = True) -> Iterator
 
 @contextmanager
 def copy_buffers(accelerator: Accelerator, pins: bool = True) -> Iterator[tuple[Launch, Launch]]:
-    """Yield two functions: one launches NUM_COPIES copies of COPY_NBYTES to the device, the other as many back."""
+    """Yield two functions: one launches NUM_COPIES copies of COPY_NBYTES to the device, the other as many back.
+    `pins`: whether the host memory is pinned."""
     with _arena(accelerator, 2 * COPY_NBYTES, pins) as arena:
         host = [arena.take(COPY_NBYTES, "param").tensor.fill_(0) for _ in range(2)]
         on_device = [torch.zeros(COPY_NBYTES, dtype=torch.uint8, device=accelerator.device) for _ in range(2)]
@@ -213,7 +214,7 @@ def copy_buffers(accelerator: Accelerator, pins: bool = True) -> Iterator[tuple[
 
 
 def _products(accelerator: Accelerator, seconds: float) -> tuple[Launch, float]:
-    """Return a function that launches matrix products for about `seconds`, and the seconds that they took."""
+    """Return a function that launches matrix products which take about `seconds`, and the seconds measured for them."""
     square = torch.ones(SIDE, SIDE, device=accelerator.device)
 
     def launch(number: int = 1) -> Transfer:

@@ -32,8 +32,8 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 
 def build_accelerator(name: str = "auto", poison: bool = False, delay_seed: int | None = None) -> Accelerator:
     """Build the accelerator. `name`: "auto" (an accelerator if there is one), "cpu", or a torch name ("cuda", "xpu:1").
-    `poison`: overwrite freed memory with NaN. `delay_seed`: of random delays, on the CPU only. Raises ConfigError if
-    the device cannot be used."""
+    `poison`: whether to overwrite freed memory with NaN. `delay_seed`: the seed of random delays, on the CPU only;
+    None: no delays. Raises ConfigError if the device cannot be used."""
     device = find_device(name)
     if device.type == "cpu":
         return CpuAccelerator(poison, delay_seed)

@@ -293,7 +293,7 @@ class IOEngine(ABC):
     name: str
 
     def __init__(self, *, direct: bool, alignment: int, settings: IOSettings, io_timeout_s: float) -> None:
-        """`direct`: use O_DIRECT. `alignment`: alignment of O_DIRECT requests, 512 or 4096; 1 for buffered files."""
+        """`direct`: whether to use O_DIRECT. `alignment`: 512 or 4096, as O_DIRECT needs; 1 for buffered files."""
         assert direct or alignment == 1, "buffered files need no alignment"
         self.direct, self.alignment, self.settings = direct, alignment, settings
         self.io_timeout_s = io_timeout_s

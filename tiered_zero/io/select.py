@@ -247,8 +247,8 @@ _MOST_ROUNDS, _LEAST_TRIAL_S = 3, 0.4
 
 
 def fill_file(path: str, nbytes: int, seconds: float = math.inf) -> int:
-    """Create a file of random bytes, mode 0600, to measure reads with. Return its size: whole MiB of `nbytes`, or what
-    was written when `seconds` were over."""
+    """Create a file of random bytes, mode 0600, to measure reads with. Return its size: `nbytes` rounded down to MiB,
+    or what was written when `seconds` were over."""
     end_s = time.perf_counter() + seconds
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     with open(fd, "wb") as file:

@@ -91,7 +91,8 @@ def stripe_cycle(weights: Sequence[float]) -> list[int]:
 
 
 def file_nbytes(capacity_nbytes: int, weights: Sequence[float]) -> list[int]:
-    """Return the bytes of each file of a store; their sum is the capacity. `weights`: see `stripe_cycle`."""
+    """Return the bytes of each file of a store; their sum is the capacity. `weights`: the speed of each file's
+    disk, in any unit."""
     if len(weights) == 1:
         return [capacity_nbytes]
     cycle = stripe_cycle(weights)

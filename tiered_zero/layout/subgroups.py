@@ -43,8 +43,8 @@ harmless in DeepSpeed, made 84,000 sub-groups of 172 million elements."""
 
 def sub_group_numel(given: int, units: Iterable[Unit], *, in_memory: bool = False, shares_cores: bool = False) -> int:
     """Return the number of elements at which sub-groups of `units` are cut. `given`: zero_optimization.sub_group_size;
-    above MAX_SUB_GROUP_NUMEL the size is chosen here. `in_memory`: no state is on nvme. `shares_cores`: the CPU
-    computes too."""
+    above MAX_SUB_GROUP_NUMEL the size is chosen here. `in_memory`: whether all state rests in one tier
+    other than nvme. `shares_cores`: whether the CPU also computes forward and backward."""
     total = sum(unit.numel for unit in units if unit.trainable)
     if given <= MAX_SUB_GROUP_NUMEL:
         return max(given, align_up(min(AUTO_SUB_GROUP_NUMEL, total // MAX_SUB_GROUPS), CUT_NUMEL))

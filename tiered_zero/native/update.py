@@ -66,8 +66,8 @@ class Hyper(ctypes.Structure):
 
 
 class Moments(ctypes.Structure):
-    """One array of 8-bit moments to convert; addresses as in update.c. `encode`: 1: floats to codes, 0: codes to
-    floats."""
+    """One array of 8-bit moments to convert: the struct tz_moments of update.c. `encode`: 1: floats to codes, 0: codes
+    to floats."""
 
     _fields_ = struct_fields(
         (ctypes.c_void_p, "codes scales values table"),
@@ -110,7 +110,7 @@ class UpdateKernel:
     ) -> None:
         """`level`: one of `supported_levels(path)`, which must not be empty; default: the best. `num_threads`: default:
         `available_cpus()`. `root`: MKL's square root, for Flag.TORCH_ROOT. Raises OSError if `path` is no library, and
-        ConfigError for another version."""
+        ConfigError if it was built from another version of the C sources."""
         self.path = path
         self._library = _bind(path)
         self.level = level or supported_levels(path)[0]

@@ -191,8 +191,8 @@ class StateFiles(Mapping[nn.Parameter, ParamState]):
 
 
 def _rebuild(described: Any, prefix: str, read: Callable[[str, str, Sequence[int]], Tensor]) -> Any:
-    """Rebuild a value from `described`, a result of `describe`. `read`: reads a tensor by its name: `prefix`, "/",
-    number."""
+    """Rebuild a value from `described`, a result of `describe`. `read`: reads a tensor by name, dtype and
+    shape. Names are `prefix`/0, `prefix`/1 and so on."""
     num_read = 0
 
     def read_next(dtype: str, shape: Sequence[int]) -> Tensor:

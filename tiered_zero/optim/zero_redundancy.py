@@ -117,8 +117,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return loss
 
     def join_hook(self, **_: Any) -> StepHook:
-        """Return a hook for torch's Join context, which calls `step()` on ranks that have no more data. Set gradients
-        before."""
+        """Return a hook for torch's Join context, which calls `step()` on ranks that have no more data. Their
+        gradients must be set before the hook runs."""
         return StepHook(self.step)
 
     @property

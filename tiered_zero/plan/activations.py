@@ -69,7 +69,7 @@ GELU_OF_OPERATIONS = "gelu_new"
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape:
-    """The shape of a transformer block. Sizes are elements of one token."""
+    """The shape of a transformer block. `hidden`, `ffn`, `query`, `key`: numbers of elements for one token."""
 
     hidden: int
     ffn: int  # width of the feed-forward, or of one expert

@@ -568,7 +568,7 @@ class _Run:
             before = step
 
     def _update(self, pieces: Sequence[_Piece], staged: bool) -> Process:
-        """Start the update of every piece, in each step. `staged`: the pieces pass through staging buffers."""
+        """Start the update of every piece, in each step. `staged`: whether pieces pass through staging buffers."""
         # The order of the first step; each later step takes the order of the step before it.
         order = [*(reversed(pieces) if self._in_backward else pieces)]
         for step in self._steps if pieces else ():

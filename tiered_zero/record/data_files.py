@@ -93,7 +93,7 @@ class Stripes:
             offset += length
 
     def locate(self, paths: Sequence[str | Path], offset: int) -> tuple[str, int]:
-        """Return the path of the file that holds the address `offset`, and the offset in this file; for errors."""
+        """Return the path of the file that holds the address `offset`, and the offset in it, for error messages."""
         piece = next(self.pieces(offset, 1))
         return str(paths[piece.file_index]), piece.file_offset
 
@@ -165,7 +165,7 @@ class StripedFiles:
                 ) from error
 
     def locate(self, offset: int) -> tuple[str, int]:
-        """Return the path of the file that holds the address `offset`, and the offset in this file; for errors."""
+        """Return the path of the file that holds the address `offset`, and the offset in it, for error messages."""
         return self.stripes.locate([file.path for file in self._files], offset)
 
     def submit(self, request: PieceRequest, offset: int, memory: memoryview, transfers: list[IOTransfer]) -> None:

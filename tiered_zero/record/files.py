@@ -66,7 +66,8 @@ def open_file(name: str, dir_fd: int, flags: int = os.O_RDONLY) -> Descriptor:
 
 
 def open_of_owner(path: Path) -> Descriptor:
-    """Open a file by its path, read-only, with the checks of `open_file`. Raises OSError, StoreError."""
+    """Open a file by its path, read-only. Raises OSError. Raises StoreError unless it is a regular file of this user or
+    of its directory's owner."""
     with open_directory(path.parent) as directory:
         return open_file(path.name, directory)
 

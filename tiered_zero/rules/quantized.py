@@ -39,8 +39,8 @@ class QuantizedAdam(UpdateRule):
     """Steps as AdamRule does, with moments of 8 bits: dequantizes one chunk to fp32, steps it, and quantizes it again.
 
     A block is QUANTIZED_BLOCK_NUMEL neighbouring elements with one scale, their largest magnitude. Blocks are not cut,
-    and every parameter starts at one, so that codes do not depend on the placement. The first moment is scale * sign *
-    (code / 127)^2, the second scale * (code / 255)^4.
+    and every parameter begins a new block, so that codes do not depend on the placement. The first moment is scale *
+    sign * (code / 127)^2, the second scale * (code / 255)^4.
     """
 
     elementwise = True

@@ -411,7 +411,7 @@ class TorchRule(UpdateRule):
         yield from waiting.values()
 
     def _step(self, batch: Sequence[tuple[Run, Run]]) -> None:
-        """Step pieces of one param group with torch's own code. `batch`: pairs (piece of a run, that run)."""
+        """Step pieces of one param group with torch's own code. `batch`: pairs (part of a `Run`, that `Run`)."""
         pieces = [piece for piece, _ in batch]
         leaves, group = leaves_of(pieces), pieces[0].hyper
         states = [

@@ -203,7 +203,7 @@ class NvmeTier(Tier):
         self._deferred = 0
 
     def close(self) -> None:
-        """Subtract the bytes of all slots from the ledger. The rack closes the store itself."""
+        """Subtract the bytes of all slots from the ledger. The store stays open: `TierRack` has it closed later."""
         for charged in self._charged.values():
             for kind, nbytes in charged:
                 self._ledger.discharge(self.name, kind, nbytes)

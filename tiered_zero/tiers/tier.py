@@ -363,8 +363,8 @@ class Inventory:
 
 
 def read_slot(home: Home, offset: int, nbytes: int, staging: StagingPool | None) -> torch.Tensor:
-    """Return a copy of `nbytes` of the slot from byte `offset`, [nbytes] uint8 on the CPU. `staging`: for slots on
-    NVMe."""
+    """Return a copy of `nbytes` of the slot from byte `offset`, [nbytes] uint8 on the CPU. `staging`: the buffers
+    through which bytes of a slot on NVMe are read."""
     view = home.tier.view(home.slot)
     if view is not None:
         return view[offset : offset + nbytes].to("cpu", copy=True)
@@ -402,8 +402,8 @@ def _read(home: Home, window: range, staging: StagingPool) -> torch.Tensor:
 
 
 def write_slot(home: Home, offset: int, data: torch.Tensor, staging: StagingPool | None) -> None:
-    """Write `data`, a contiguous tensor of whole pages, to the slot from byte `offset`. `staging`: for slots on
-    NVMe."""
+    """Write `data`, a contiguous tensor of whole pages, to the slot from byte `offset`. `staging`: the buffers
+    through which bytes reach a slot on NVMe."""
     raw = as_bytes(data)
     view = home.tier.view(home.slot)
     if view is not None:

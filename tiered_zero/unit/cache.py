@@ -231,7 +231,8 @@ class UnitCache:
             raise
 
     def _gather(self, paged: PagedUnit, fetch: Transfer) -> Transfer:
-        """Start to gather a unit's shards, after `fetch` has brought this rank's. Return the gather's transfer."""
+        """Start to gather a unit's shards, after `fetch` has brought this rank's shard. Return the gather's
+        transfer."""
         name, flat = paged.unit.name, self._accelerator.alias(paged.storage.flat)
         order = f"{name}, change {paged.version}"
         return self._collectives.all_gather(flat, flat[paged.own], f"unit {name}", after=[fetch], order=order)

@@ -60,7 +60,7 @@ def paged_by(param: nn.Parameter) -> Pager | None:
 
 def _saving_views(params: Iterable[nn.Parameter]) -> AbstractContextManager[object]:
     """Return a context in which autograd saves, in place of a view of a unit of `params`, which part of which unit it
-    is. Backward then finds the unit's memory of that time."""
+    is. Backward then takes this part from the unit's memory, which may have been freed and filled since."""
     found = {id(pager): pager.saved_views for param in params if (pager := paged_by(param)) is not None}
     return saved_tensors_hooks(partial(_pack, list(found.values())), _unpack) if found else nullcontext()
 

@@ -115,8 +115,9 @@ class OffloadedParams:
 
     @runs_outside_modes
     def write_back(self, paged: PagedUnit, old: torch.Tensor | None, modifier_rank: int = 0) -> None:
-        """Write a unit that user code has changed to its home, and update its masters. All ranks call this, and get the
-        values of `modifier_rank`. `old`: from `remember`. Call `TrainStep.before_weights_write` first."""
+        """User code has changed a unit: write it to its home, and update its masters. All ranks call this, and get the
+        values of `modifier_rank`. `old`: what `remember` returned before the change. Call
+        `TrainStep.before_weights_write` first."""
         unit, storage = paged.unit, paged.storage
         paged.renew()
         storage.reattach(keep=True)

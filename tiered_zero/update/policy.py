@@ -62,8 +62,8 @@ class ZeroGradients(GradientSource):
 
 
 class UpdatePolicy(ABC):
-    """Decides when updates run, and runs them. The driver thread calls it between backward and forward. `failures`: the
-    error of a failed update; no step runs after it, because state is rewritten in place."""
+    """Decides when updates run, and runs them. The driver thread calls it between backward and forward. `failures`:
+    remembers the error of the first failed update; no step runs after it, because an update rewrites state in place."""
 
     def __init__(self, pipeline: UpdatePipeline, pager: Pager | None) -> None:
         """`pager`: blocks compute from using old weights during an update; None without an engine."""
@@ -528,8 +528,8 @@ class DelayedPolicy(UpdatePolicy):
         """Do nothing: an update runs during this backward, and reads ahead itself."""
 
     def at_cut(self, job: Callable[[], None]) -> Transfer:
-        """Make the delayed update visible, so that a save holds the state of one step. Then do what
-        `UpdatePolicy.at_cut` does."""
+        """Make the delayed update visible, so that a save holds the state of one step. Then run `job` between two
+        updates. Return a transfer that completes when the job ends. Raises what `UpdatePolicy.at_cut` raises."""
         self._finish()
         return super().at_cut(job)
 

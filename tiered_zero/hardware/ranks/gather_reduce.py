@@ -126,7 +126,8 @@ def _exchange_parts(
 
 @final
 class DeviceCollectives:
-    """Gathers and reduces tensors on a device, for `ProcessGroups`. Driver thread, except the lanes inside.
+    """Gathers and reduces tensors on a device, for `ProcessGroups`. Used on the driver thread; has lanes of
+    its own.
 
     [Note: Collectives of a device] Gathers and reductions share one process group and one lane, and all ranks make
     their calls in one order. (A second group would need this order, too: kernels of both wait in one device's queues.)

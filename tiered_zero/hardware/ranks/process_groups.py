@@ -71,7 +71,7 @@ class _SharedNotices(logging.Filter):
 @final
 class ProcessGroups:
     """The collectives of a run with several ranks. CPU tensors use this object's own gloo groups, device tensors the
-    device's backend. Driver thread, except the lanes inside.
+    device's backend. Used on the driver thread; has lanes (worker threads) of its own.
 
     A rank that fails posts a message and closes its groups. Within seconds every other rank raises RankError with this
     message. A rank that is stopped posts nothing: the timeout finds it.

@@ -87,8 +87,8 @@ class RankFailures:
     def __init__(
         self, store: Any, rank: int, world_size: int, timeout_s: float, traffic: RankTraffic, recorder: Recorder
     ) -> None:
-        """Post that this rank has begun. `store`: has this run's keys only. `timeout_s`: of a collective, for messages.
-        `traffic`, `recorder`: count and record the waits of the driver thread."""
+        """Post that this rank has begun. `store`: has this run's keys only. `timeout_s`: the timeout of a collective,
+        which messages name. `traffic`, `recorder`: count and record the waits of the driver thread."""
         self._store = store
         self._rank = rank
         self._world_size = world_size
