@@ -374,7 +374,8 @@ class ActivationMover:
 
     def restore(self, reference: _Reference, *, is_first: bool) -> torch.Tensor:
         """Return the record's bytes on the device, [n] uint8, and begin to read the records that backward needs next.
-        `is_first`: whether the saved activation asks for the first time. Raises ModelError if its step has ended."""
+        `is_first`: whether backward needs this saved activation for the first time. Raises ModelError if the step of
+        the activation has ended."""
         if self._is_closed or reference.step != self._step:
             raise ModelError(
                 "Backward was called through activations of a step that is over: expected it before step(), found "

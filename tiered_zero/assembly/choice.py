@@ -318,7 +318,8 @@ def make_predictor(
     config: Config, model: nn.Module, rates: Machine | None = None, *, finds_hidden: bool = False
 ) -> Callable[[Plan], StepSeconds]:
     """Return a function that predicts the step of a plan, for the model and batch of `config`. Without `rates`, take
-    those measured on this machine. `finds_hidden`: see `predict_step`. Raises ConfigError."""
+    those measured on this machine. `finds_hidden`: whether the function also searches how many tokens a step needs so
+    that transfers take no longer than compute. Raises ConfigError."""
     machine, length = rates or _rates_here(_paths(config)), _length(config, model)
     estimate, tokens = estimate_of(model, config, length), length * config.train_micro_batch_size_per_gpu
     dtype = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[config.param_dtype_name]

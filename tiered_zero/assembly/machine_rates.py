@@ -114,8 +114,8 @@ def on_record() -> tuple[Machine | None, str]:
 def machine_to_plan(
     path: Path | None, device_nbytes: int | None, host_nbytes: int | None, disks: Sequence[Disk]
 ) -> tuple[Machine, str]:
-    """Return the machine to plan for, and a line that names it. `path`: the file of its description; None: this
-    machine. `device_nbytes`, `host_nbytes`, `disks`: replace the machine's own. Raises ConfigError."""
+    """Return the machine to plan for, and a line that names it. `path`: a file that describes it; None: this one.
+    `device_nbytes`, `host_nbytes`, `disks`: replace its memory sizes and disks. Raises ConfigError."""
     base, line = on_record()
     if path is not None:
         base = load_machine(path)

@@ -46,8 +46,8 @@ from tiered_zero.unit.model import check_memory, list_params, module_tree, packe
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedMachine:
-    """The machine to plan for. `device_nbytes`, `host_nbytes`: replace the config's limits; None: what this machine has
-    free, within those limits. `ranks`: the number of processes that share the machine."""
+    """The machine to plan for. `device_nbytes`, `host_nbytes`: its memory, in place of the config's limits; None: what
+    this machine has free, but no more than these limits. `ranks`: the number of processes that share the machine."""
 
     device_nbytes: int | None = None
     host_nbytes: int | None = None

@@ -288,7 +288,8 @@ def check_async(config: Config, plan: Plan) -> None:
 @final
 @dataclass(frozen=True, kw_only=True)
 class _Wanted:
-    """One rank's request to save. `arguments`: must be equal on all ranks. `nbytes`: what this rank will write."""
+    """One rank's request to save. `arguments`: those of the call that must be equal on all ranks. `nbytes`: the most
+    bytes that this rank will write."""
 
     tag: str
     step: int

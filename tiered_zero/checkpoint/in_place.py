@@ -349,7 +349,7 @@ def adopt(
     layouts: list[StateLayout],
 ) -> Adoption | None:
     """Adopt the in-place commit `found`, if this run commits in place and every rank lays out its bytes as at the
-    commit. Return None if it cannot be adopted (the reason is logged), or if `found` is no such commit. Every rank
+    commit. Return None if it cannot be adopted (the reason is logged), or if `found` is no in-place commit. Every rank
     calls this. Raises StoreError if the commit is damaged or its owner is alive."""
     if found.swap is None:
         return None

@@ -133,8 +133,8 @@ class RecordName(NamedTuple):
 
 @final
 class TensorEntry(StrictModel):
-    """One tensor. `order`: its dimensions from the slowest to the fastest in memory; None: row-major. `parts`: in order
-    and disjoint; in a share only those of one rank."""
+    """One tensor. `order`: its dimensions from the slowest to the fastest in memory; None: row-major. `parts`: where
+    its elements are saved, in order and disjoint; in one rank's share only the parts of that rank."""
 
     dtype: str
     shape: Annotated[tuple[Annotated[int, Field(ge=0, le=_MOST_NUMEL)], ...], Field(max_length=_MOST_DIMENSIONS)]
@@ -537,8 +537,8 @@ class RecordPlaces(NamedTuple):
 
 
 def copied_places(scalars: Scalars) -> RecordPlaces:
-    """Return where a full save writes. A sub-group's record holds its slot, then its parameters if they are half of its
-    masters. `scalars`: say which sub-groups have state."""
+    """Return the places to which a full save writes. A sub-group's record holds its slot, then its parameters if they
+    are half of its masters. `scalars`: tells which slots hold state in addition to masters."""
 
     def state(layout: StateLayout) -> RecordName:
         return RecordName(0, f"state/{layout.subgroup.index}")

@@ -144,7 +144,7 @@ class AsyncSave:
 
     def start(self, state: RunState, policy: UpdatePolicy, tag: TagWriter, capture: Capture, ready: Transfer) -> None:
         """Begin a save between two updates. Return once everything that a script may change is copied or written.
-        `ready`: see `Capture.write`."""
+        `ready`: completes when the device has computed all that is saved."""
         end = Completion()
         try:
             cut = policy.at_cut(partial(_begin_during_training, state, tag, capture, ready, end))

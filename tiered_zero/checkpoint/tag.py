@@ -386,8 +386,8 @@ def read_latest(save_dir: str | os.PathLike[str]) -> str | None:
 
 def nothing_to_load(load_dir: str | os.PathLike[str], *, resumes: bool = False) -> str:
     """Return why there is nothing to load in `load_dir`: it is missing or empty, or its first save was never completed.
-    Return "" for any other directory. `resumes`: the user wants to resume from it: a missing directory is then an
-    error, and runs' swap directories are content. Raises StoreError."""
+    Return "" for any other directory. `resumes`: whether the user wants to resume from it: then a missing directory is
+    an error, and one that holds a run's swap directory is not empty. Raises StoreError."""
     path = Path(load_dir)
     if not resumes and not os.path.lexists(path):
         return "it does not exist"

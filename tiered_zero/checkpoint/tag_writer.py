@@ -385,8 +385,8 @@ class TagWriter:
         self._latest = self._directory.prepare_latest(self.tag) if save_latest else None
 
     def _give_name(self, latest: str | None = None) -> None:
-        """Rename the temporary directory to the tag, durably. `latest`: see `SaveDirectory.finish`. Raises OSError
-        before the tag has its name, and StoreError after that."""
+        """Rename the temporary directory to the tag, durably. `latest`: a file from `prepare_latest`, which gets the
+        name `latest`. Raises OSError before the tag has its name, and StoreError after that."""
         replaced = self._directory.rename(self.name, self.tag)
         self.is_published = True
         try:

@@ -405,7 +405,8 @@ _COPIED = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 
 def named_as_in(directory: Path, tensors: Sequence[WeightTensor], tied: Container[str]) -> list[WeightTensor]:
     """Return the tensors, named and split as in the safetensors files in `directory`; without such files, as
-    `save_pretrained` does. `tied`: names that the files may lack. Raises ModelError if other names differ."""
+    `save_pretrained` does. `tied`: names that the files may lack. Raises ModelError if another name is in the files
+    alone or in `tensors` alone."""
     names = _names(directory)
     if not names or not names <= {tensor.name for tensor in tensors}:
         tensors = as_saved(_on_meta(directory), tensors)

@@ -44,7 +44,7 @@ def doctor(ctx: click.Context, directory: Path, as_json: bool, on_device: bool, 
     """Say what works on this machine and in DIRECTORY (the one for nvme_path), and how to mend the rest.
 
     Writes small files there and removes them. --measure writes one file of at most 1 GiB, and saves rates for `plan`.
-    The exit code is 1 if DIRECTORY cannot be used, or, with --device, if something is off.
+    The exit code is 1 if DIRECTORY cannot be used, or, with --device, if a check of the device fails.
     """
     logging.getLogger("tiered_zero").setLevel(logging.ERROR)
     findings = []

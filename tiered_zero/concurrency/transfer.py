@@ -172,8 +172,8 @@ def _run_in_order(queue: SimpleQueue[Callable[[], None] | None]) -> None:
 class FailureLatch:
     """Remembers the first failure of a component. Any thread.
 
-    The component calls `set` when it fails, and `check` before each use. What the user calls runs inside
-    `surfacing`."""
+    The component calls `set` when it fails, and `check` before each use. Each function that the user calls runs inside
+    `surfacing`, which replaces the first error by the original failure behind it."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None

@@ -301,7 +301,8 @@ def _check_optimizer(section: dict[str, Any] | None) -> None:
 
 
 def _check_scheduler(section: dict[str, Any] | None, reading: Reading, to_train: bool) -> None:
-    """Check the arguments of a schedule of DeepSpeed, and resolve "auto" among them. `to_train`: see `load`."""
+    """Check that a DeepSpeed schedule's arguments have known names and allowed values, and resolve "auto" among them.
+    `to_train`: True: refuse each "auto" that nothing fills in; False: keep it for a trainer to fill in."""
     kind = SCHEDULES.get(section["type"]) if section and isinstance(section.get("type"), str) else None
     if section is None or kind is None:
         return
@@ -429,8 +430,8 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def parse_json(text: str, name: str) -> dict[str, Any]:
-    """Parse JSON text, with comments and trailing commas, and return its object. `name`: for errors. Raises
-    ConfigError."""
+    """Parse JSON text, with comments and trailing commas, and return its object. `name`: the text's name in errors.
+    Raises ConfigError."""
     plain = _TRAILING_COMMA.sub(_blank, _COMMENT.sub(_blank, text))  # blanks keep the line numbers of errors
     try:
         tree = json.loads(plain, object_pairs_hook=_object)

@@ -184,9 +184,9 @@ class TrainStep:
             self.entrance.recover()
 
     def check(self, trains: bool = False) -> None:
-        """Drop an unfinished step, then check that a call may begin. `trains`: the call is part of training. Raises
-        EngineFailedError after a failed update. Raises ModelError if the engine is closed; for training, also if it has
-        no optimizer or if its param groups hold other parameters than at the start."""
+        """Drop an unfinished step, then check that a call may begin. `trains`: whether the call is part of training.
+        Raises EngineFailedError after a failed update. Raises ModelError if the engine is closed; for training, also if
+        it has no optimizer or if its param groups hold other parameters than at the start."""
         if self.is_closed:
             raise ModelError("This engine is closed; its tiers are gone. Make another with tiered_zero.initialize().")
         self.entrance.recover()

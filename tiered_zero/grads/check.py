@@ -169,7 +169,8 @@ def check_gradients(
 
 def check_squares(squares: float, first_bad: str | None, loss_scale: float, max_norm: float) -> GradCheck:
     """Check the averaged gradients of many ranks. `squares`: the fp64 sum of squares over all ranks, of gradients
-    multiplied by `loss_scale`. `first_bad`: see `GradCheck`. `max_norm`: see `check_gradients`."""
+    multiplied by `loss_scale`. `first_bad`: the name of the first parameter with a gradient that is not finite, or
+    None. `max_norm`: the largest norm that is not clipped; 0 does not clip."""
     finite = first_bad is None
     norm = math.sqrt(squares) / loss_scale if squares >= 0 else math.nan
     total = torch.tensor(norm, dtype=torch.float64, device="cpu")
@@ -265,8 +266,9 @@ class OverflowCounts:
 
 @final
 class OverflowGuard:
-    """Decides whether to skip a step, and adapts the loss scale. Driver thread. `scaler`: None without fp16. `checks`:
-    skip steps with gradients that are not finite; else they are applied, with a warning, as plain PyTorch does."""
+    """Decides whether to skip a step, and adapts the loss scale. Driver thread. `scaler`: adapts the loss scale; None
+    without fp16. `checks`: whether to skip steps with gradients that are not finite; False applies them, as plain
+    PyTorch does, and logs a warning."""
 
     def __init__(self, scaler: LossScaler | None, checks: bool) -> None:
         self.scaler = scaler

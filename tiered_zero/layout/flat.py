@@ -29,9 +29,9 @@ Memory = TypeVar("Memory")
 class ParamSpec:
     """One parameter; tied weights are one parameter.
 
-    `name`: its first fully qualified name. `dtype`: on the device. `index`: its place in `model.parameters()`.
-    `aliases`: its other names. `embedding`: it is the table of an nn.Embedding. `stride`: its strides in memory, which
-    is dense; None: row-major. `owner`: the class of its module.
+    `name`: its first fully qualified name. `dtype`: its dtype on the device. `index`: its position in
+    `model.parameters()`. `aliases`: its other names. `embedding`: whether it is the table of an nn.Embedding. `stride`:
+    its strides, in which its elements lie without gaps; None: row-major. `owner`: the class of its module.
     """
 
     name: str
@@ -198,9 +198,9 @@ class UnitRules:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleSpec:
-    """One module of a tree. `params`: the indices of its own parameters in the list of ParamSpecs. `is_stack`: it holds
-    blocks or experts that run one by one. `is_list`: it is a stack with numbered children. `runs`: it has a forward.
-    `is_compiled`: torch.compile makes one graph of it."""
+    """One module of a tree. `params`: the indices of its own parameters in the list of ParamSpecs. `is_stack`: whether
+    it holds blocks or experts that run one by one. `is_list`: whether it is a stack with numbered children. `runs`:
+    whether it has a forward. `is_compiled`: whether torch.compile makes one graph of it."""
 
     name: str = ""
     params: tuple[int, ...] = ()
@@ -246,8 +246,9 @@ class _Part:
 
 
 def find_units(root: ModuleSpec, specs: Sequence[ParamSpec], rules: UnitRules) -> list[Unit]:
-    """Cut the tree into units by modules, dtype, `requires_grad` and persistence. `specs`: all parameters of the model.
-    A tied parameter belongs to the first unit that has it. Units are in the order of the tree."""
+    """Cut the tree into units by modules, dtype, `requires_grad` and persistence (persistent parameters never leave the
+    device). `specs`: all parameters of the model. A tied parameter belongs to the first unit that has it. Units are in
+    the order of the tree."""
     total = sum(spec.numel for spec in specs)
     cap = rules.size_cap_numel or min(MAX_UNIT_NUMEL, max(1, total // 4))  # at least four units if possible
     parts = _join_small(_cut_parts(root, specs, cap, rules), min(SMALL_NUMEL, cap, total // 64))

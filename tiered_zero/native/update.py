@@ -147,8 +147,8 @@ class UpdateKernel:
 
     def copy_norms(self, copies: Sequence[CopyNorm], *, fused_tail: bool, threaded: bool = False) -> list[float]:
         """Copy, add or only read arrays. Return the L2 norm of each target (without a target, of the source), in fp32
-        and in the order of ATen's vector_norm. `fused_tail`: ATen was compiled with FMA. `threaded`: use the pool;
-        targets must not overlap. Addresses must be valid during the call."""
+        and in the order of ATen's vector_norm. `fused_tail`: whether ATen was compiled with FMA. `threaded`: use the
+        pool; targets must not overlap. Addresses must be valid during the call."""
         table, norms = _copy_table(copies), (ctypes.c_float * len(copies))()
         pool = self._pool if threaded else None
         self._check(self._library.tz_copy_norms(pool, table, len(copies), fused_tail, norms, LEVELS[self.level]))
@@ -171,7 +171,7 @@ def _copy_table(copies: Sequence[CopyNorm]) -> ctypes.Array[_CopyNormArgs]:
 
 def supported_levels(path: Path) -> list[str]:
     """List the levels of the library `path` that this processor runs, best first. Raises OSError if `path` is no
-    library, and ConfigError for another version."""
+    library, and ConfigError if it was built from another version of the C sources."""
     library = _bind(path)
     return [name for name, number in LEVELS.items() if library.tz_supported(number)]
 

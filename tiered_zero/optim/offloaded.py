@@ -195,9 +195,9 @@ class OffloadedOptimizer(TierStateOptimizer):
         self._awaited_key = None
 
     def save_state_dict(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
-        """Call `save_state(directory)`, and return a state dict that names the files and has no tensors, for trainers
-        that pickle one. After it is loaded, `step()` raises until `load_state()` has read the files. A plain torch
-        optimizer refuses it."""
+        """Call `save_state(directory)`, and return a state dict with a key of these files instead of tensors, for
+        trainers that pickle one. After it is loaded, `step()` raises until `load_state()` has read the files. A plain
+        torch optimizer refuses it."""
         self.save_state(directory)
         with StateFiles(Path(directory), self.param_groups) as files:
             return {"state": {}, "param_groups": [], STAND_IN: files.key}
@@ -214,8 +214,8 @@ class OffloadedOptimizer(TierStateOptimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load state as the base class does. A state dict from `save_state_dict()` holds no state: after it, call
-        `load_state` before the next step."""
+        """Load the result of `state_dict()`, or that of a plain torch optimizer of the user's class. The result of
+        `save_state_dict()` holds no state: after it, call `load_state` before the next step."""
         if (key := state_dict.get(STAND_IN)) is None:
             super().load_state_dict(state_dict)
         self._awaited_key = key

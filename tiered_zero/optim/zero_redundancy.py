@@ -248,7 +248,7 @@ def _open_together(ranks: ShardGroup, make: Callable[[], OffloadedOptimizer]) ->
 
 class _Broadcasts:
     """Starts the broadcasts of one step, in one order on all ranks. A round broadcasts one parameter of every rank.
-    `messages`: for each rank the result of `_messages_of`."""
+    `messages`: for each rank the tensors that it broadcasts, as `_messages_of` returns them."""
 
     def __init__(self, ranks: ShardGroup, messages: Sequence[Sequence[tuple[int, Tensor]]]) -> None:
         self._ranks = ranks

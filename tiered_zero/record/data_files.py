@@ -482,8 +482,8 @@ class _Appended:
 
 @final
 class RecordWriter:
-    """Appends records to one data file. One thread calls it. At the end, call `finish` and `wait_durable`, or only
-    `close`."""
+    """Appends records to one data file. One thread calls it. To keep the file, call `finish` and then `wait_durable`;
+    to give it up, call `close` alone."""
 
     def __init__(self, path: Path, engine: IOEngine | None = None, *, needed_nbytes: int = 0) -> None:
         """`path`: the data file; the first `append` makes it. `engine`: None: the first `append` chooses one.

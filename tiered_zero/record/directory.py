@@ -449,8 +449,9 @@ def _collect(run: RunInfo, dry_run: bool, committed: bool, unknown: bool) -> Col
 
 
 def _take_lock(dir_fd: int, unknown: bool) -> Descriptor:
-    """Lock a run's `owner.json`, so that no other process takes the run over. Return `CLOSED` if there is no file, or
-    if it cannot be locked and `unknown` is set. Raises OSError, StoreError."""
+    """Lock a run's `owner.json`, so that no other process takes the run over. Return `CLOSED` if there is no file.
+    Raises StoreError if another process holds the lock. `unknown`: whether to return `CLOSED`, too, if the file cannot
+    be opened or locked for another reason; False raises OSError or StoreError."""
     try:
         return lock_file(OWNER_NAME, dir_fd)
     except FileNotFoundError:

@@ -151,14 +151,15 @@ class NativeRule(UpdateRule):
         return {"step": float(scalars["step"])} if self._counts_steps else dict(scalars)
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert a checkpoint's scalars, of this rule or TorchRule. Raises ValueError for an impossible step count."""
+        """Convert a checkpoint's scalars, of this rule or TorchRule, to this rule's. Raises ValueError for an
+        impossible step count."""
         own = self._own_scalars(scalars)
         if self._counts_steps and not 0 <= own["step"] <= _MOST_STEPS:
             raise ValueError(f"expected a number of steps; found {own['step']}")
         return own
 
     def _completed(self, hyper: Mapping[str, Any]) -> dict[str, Any]:
-        """Add the class's defaults to the values of a param group, and set fused to None."""
+        """Return the values of a param group, completed by the class's defaults, and with fused set to None."""
         return {**self._defaults, **hyper, **_UNFUSED}
 
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:

@@ -136,7 +136,7 @@ class Recorder:
 @dataclass(eq=False, slots=True, kw_only=True)
 class _OpenSpan:
     """A span whose `with` block is running. `outer`: the span around it. `inner_s`: seconds of the spans inside it.
-    `on_driver`: the outermost span is on a lane of the driver."""
+    `on_driver`: whether the outermost span is on a lane of the driver."""
 
     recorder: Recorder
     lane: str

@@ -108,8 +108,8 @@ class NvmeTier(Tier):
         return transfer
 
     def _charge(self, slot: Slot, num_places: int) -> None:
-        """Charge the slot's bytes to the ledger once for each place that it has on disk (two if commits change it).
-        Places that are charged already are skipped. `num_places`: how many the slot has now."""
+        """Charge the slot's bytes to the ledger once for each place that it has on disk: a slot that is written again
+        after a commit has two. `num_places`: how many it has now; only those not charged yet are charged."""
         charged = self._charged[slot.name]
         while len(charged) < num_places:
             kind = COMMIT_KINDS.get(slot.kind, slot.kind) if charged else slot.kind

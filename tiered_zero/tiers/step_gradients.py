@@ -46,8 +46,8 @@ class UnitShare:
 
 
 class GradientSource(ABC):
-    """The gradients that one update reads, by segment (the part of a unit in one sub-group). One thread at a time.
-    Methods that are not abstract are for gradients that have arrived in host memory."""
+    """The gradients that one update reads, by segment (the part of a unit in one sub-group). One thread at a time. The
+    methods that are not abstract suit gradients that lie in host memory from the start; other sources override them."""
 
     @abstractmethod
     def has(self, unit: Unit, param: ParamSpec) -> bool:

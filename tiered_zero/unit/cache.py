@@ -435,7 +435,8 @@ class UnitCache:
             paged.mark_stale()
 
     def refuse(self) -> None:
-        """Raise ModelError if user code has changed parameters, but not their homes, since the last call."""
+        """Raise ModelError if `look` has found, since the last `refuse`, that user code changed parameters but not
+        their homes."""
         refusal, self._refusal = self._refusal, None
         if refusal is not None:
             raise refusal

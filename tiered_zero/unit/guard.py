@@ -118,8 +118,8 @@ class ClosedEngine:
 
 
 class GradientHome(Protocol):
-    """Holds gradients between backward and step(): the GradientStore. `is_shown`: whether parameters in use read and
-    assign `param.grad` there; guarded ones always do."""
+    """Holds gradients between backward and step(): the GradientStore. `is_shown`: whether `param.grad` of parameters in
+    use reads and assigns these gradients; that of guarded parameters always does."""
 
     is_shown: bool
 

@@ -216,8 +216,8 @@ def _flatten(unit: Unit, params: Sequence[nn.Parameter], dtype: torch.dtype) -> 
 
 
 def _buffer_dtype(module: nn.Module, buffer: torch.Tensor, device: torch.device) -> torch.dtype:
-    """Return the buffer's dtype on the device: its own. On the CPU, torch needs the statistics of a batch norm in the
-    dtype of its weight."""
+    """Return the dtype that the buffer gets on the device: its own, except for the statistics of a norm on the CPU,
+    which torch needs in the dtype of the norm's weight."""
     if device.type == "cpu" and isinstance(module, _NormBase) and module.weight is not None:
         return module.weight.dtype if buffer.is_floating_point() else buffer.dtype
     return buffer.dtype

@@ -67,8 +67,8 @@ def list_params(
 
 
 def module_tree(model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec], name: str = "") -> ModuleSpec:
-    """Describe `model` as a tree of modules. `specs`: those of the whole model. `name`: the qualified name of `model`;
-    empty for the root."""
+    """Describe `model` as a tree of modules. `specs`: the ParamSpec of each parameter of the whole model. `name`: the
+    qualified name of `model`; empty for the root."""
     return ModuleSpec(
         name=name,
         params=tuple(specs[param].index for param in _own_params(model)),

@@ -88,8 +88,8 @@ class OffloadedParams:
 
     @contextmanager
     def changing(self, paged: PagedUnit) -> Iterator[None]:
-        """Context manager around user code that changes the unit. If the code raises on some ranks only, the run ends:
-        these ranks raise its error, the others RankError."""
+        """A context manager for user code that changes the unit. At its end the ranks compare whether the code has
+        raised. If it has on some ranks only, the run ends: these ranks raise its error, the others RankError."""
         try:
             yield
         except Exception as error:

@@ -30,8 +30,8 @@ _NO_TRANSFORM = (
 @dataclass(frozen=True, kw_only=True)
 class SavedView:
     """What autograd keeps in place of a view of a flat: the unit, and the view's geometry in elements of `dtype`.
-    `version`: the unit's. `counter`: the parameter's version counter. Both are None inside of a checkpoint, which
-    recomputes with current weights."""
+    `version`: the unit's version. `counter`: the parameter's version counter. Both are None inside of
+    torch.utils.checkpoint, which recomputes with current weights."""
 
     unit_index: int
     version: int | None

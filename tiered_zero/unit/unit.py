@@ -191,8 +191,8 @@ class FlatStorage:
     # -- [Note: Writes through .data] ----------------------------------------------------------------------------------
 
     def begin_watch(self) -> None:
-        """Begin to watch for changes by user code, which `end_change` finds: record version counters, and copy watched
-        values anew."""
+        """Begin to look for changes by user code: record the version counters, and copy the watched values again, with
+        which `end_change` compares."""
         self._versions = list(map(_version_of, self._params))
         self._flat_version = self.flat._version
         if self._watched:

@@ -215,8 +215,8 @@ class TierStateOptimizer(Optimizer):
         raise ModelError(NO_COPY)
 
     def _matched(self, given: Mapping[str, Any]) -> tuple[dict[nn.Parameter, ParamState], list[dict[str, Any]]]:
-        """Check `given`, a state_dict. Return its state by parameter of this optimizer, and its param groups with all
-        options. Raises ModelError."""
+        """Compare `given`, a state_dict, with this optimizer's param groups. Return its state by this optimizer's
+        parameters, and its param groups with all options. Raises ModelError if it does not fit."""
         try:
             states, saved = given["state"], deepcopy(given["param_groups"])
             sizes = [len(group["params"]) for group in saved]

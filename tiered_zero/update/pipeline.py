@@ -129,7 +129,7 @@ class UpdateJob:
     computed: Completion = field(default_factory=Completion)
 
     def fail(self, error: BaseException) -> None:
-        """Make every wait for an update of a unit raise `error`, if the unit is not written yet."""
+        """Make every wait for the update of a unit that is not written yet raise `error`."""
         for unit_update in list(self.unit_updates.values()):  # a copy: the driver may add some
             unit_update.fail(error)
 

@@ -220,7 +220,7 @@ class StateView:
     def follow(self, unit: Unit, flat: torch.Tensor, old: torch.Tensor | None = None) -> None:
         """Adapt the masters after user code has changed parameters: the master of each changed element becomes equal to
         the element. `flat`: the new parameters, [P] of the unit's dtype on the CPU. `old`: the parameters before the
-        change, [P]; needed if `need_params` is true."""
+        change, [P]; needed if slots store only the remainders of masters (`need_params`)."""
         for layout, segment in self._segments(unit):
             before = None if old is None else segment.part_of(old)
             if parts := layout.masters.follow(self._read(layout, segment), segment.part_of(flat), before):
@@ -228,7 +228,7 @@ class StateView:
 
     def read_masters(self, unit: Unit, params: torch.Tensor | None = None) -> torch.Tensor:
         """Return the unit's masters, [P] fp32 on the CPU; 0 for elements in no sub-group of this rank. `params`: the
-        unit's parameters, [P]; needed if `need_params` is true."""
+        unit's parameters, [P]; needed if slots store only the remainders of masters (`need_params`)."""
         flat = torch.zeros(unit.numel)
         for layout, segment in self._segments(unit):
             own = None if params is None else segment.part_of(params)

@@ -97,7 +97,8 @@ _LAUNCHED.set()
 
 class LaneTransfer(Transfer):
     """The transfer of a lane's job. The host launches the job first; the device completes it later, when it reaches the
-    marker. A job without a marker (on the CPU) is complete once it is launched."""
+    marker that was put into the stream behind the job. On the CPU there is no marker: a job is complete once it is
+    launched."""
 
     def __init__(
         self,
@@ -179,7 +180,7 @@ class DelayInjector:
 
 class Lane:
     """An ordered queue of jobs, and the thread that launches them. A failed job does not stop later ones. `inline`:
-    while the lane is idle, the submitting thread runs jobs that wait for nothing."""
+    whether, while the lane is idle, the submitting thread itself runs jobs that wait for nothing."""
 
     def __init__(self, name: str, launch: Launch, delays: DelayInjector | None = None, inline: bool = False) -> None:
         self.name = name

@@ -210,7 +210,8 @@ class StagingPool:
         recorder: Recorder,
         timeout_s: float = 300.0,
     ) -> None:
-        """Take the buffers from the arena. `timeout_s`: a wait for a lease that takes longer raises, as a deadlock."""
+        """Take the buffers from the arena. `timeout_s`: the most seconds that `lease` waits; a longer wait counts as a
+        deadlock."""
         self.buffer_nbytes = align_up(buffer_nbytes, PAGE_NBYTES)
         self.count = count
         self.kind = kind
@@ -234,8 +235,9 @@ class StagingPool:
             return self._lease(nbytes, holder)
 
     def lease(self, nbytes: int, holder: str = "", lane: str = "compute") -> Lease:
-        """Lease a buffer; wait until one is free, and record the wait on `lane`. `holder`: a name for the table of
-        holders. Raises BudgetError if `nbytes` is more than a buffer, or after the timeout."""
+        """Lease a buffer; wait until one is free, and record the wait on `lane`. `holder`: who leases it, for the error
+        after the timeout, which lists all holders. Raises BudgetError if `nbytes` is more than a buffer, or after the
+        timeout."""
         with self._changed:
             if (lease := self._lease(nbytes, holder)) is not None:
                 return lease

@@ -96,8 +96,8 @@ class Collectives(Protocol):
         raises. Raises ModelError and RankError."""
 
     def connect_device(self, accelerator: Accelerator) -> None:
-        """Allow gathers and reductions of tensors on the device of `accelerator`. Once, after `open`, on every rank at
-        the same time. Raises ConfigError and RankError."""
+        """Allow gathers and reductions of tensors on the device of `accelerator`. Every rank calls this once, at the
+        same time, after `open`. Raises ConfigError and RankError."""
 
     def close(self) -> None:
         """End the groups and threads that this object has made. Idempotent."""
@@ -118,8 +118,9 @@ def make_collectives(
 
 
 def ensure_many(timeout_s: float, dist_init_required: bool | None = None) -> None:
-    """Initialize torch.distributed from the launcher's environment if it is not initialized. Arguments: as in
-    `make_collectives`. Raises ModelError and RankError."""
+    """Initialize torch.distributed from the launcher's environment if it is not initialized. `timeout_s`: a rank that
+    does not answer in this time is an error. `dist_init_required`: False: raise ModelError instead of initializing it.
+    Raises ModelError and RankError."""
     if is_initialized():
         return
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -175,7 +176,8 @@ def _restarted_store(timeout: timedelta) -> dict[str, Any]:
 
 def open_default_group(timeout_s: float = 1800.0, dist_init_required: bool | None = None) -> None:
     """Initialize torch.distributed if it is not initialized: with the launcher's ranks, or with one rank if there is no
-    launcher. Arguments: as in `make_collectives`. Raises ModelError and RankError."""
+    launcher. `timeout_s`: a rank that does not answer in this time is an error. `dist_init_required`: False: never
+    initialize it. Raises ModelError and RankError."""
     if get_world_size() > 1:
         ensure_many(timeout_s, dist_init_required)
     else:

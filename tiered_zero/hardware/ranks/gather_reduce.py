@@ -115,7 +115,8 @@ def _wait_each(started: Iterable[Any]) -> None:
 def _exchange_parts(
     parts: Sequence[torch.Tensor], received: Sequence[torch.Tensor], rank: int, group: Any
 ) -> Iterator[Any]:
-    """Start to send `parts[r]` to each other rank r, and to receive `received[r]` from it. Yield the started works."""
+    """Start to send `parts[r]` to each other rank r, and to receive `received[r]` from it. Yield torch's handle (Work)
+    of each."""
     for other, part in enumerate(received):
         if other != rank and part.numel():
             yield dist.irecv(part, group_src=other, group=group)
@@ -186,7 +187,7 @@ class DeviceCollectives:
         after: Sequence[Transfer],
     ) -> Transfer:
         """Start to fill `rows`, one view of `flat` for each rank, with the ranks' shards. `what`, `call`: name and
-        number of the collective, for errors. `after`: transfers that come first."""
+        number of the collective, for errors. `after`: transfers that must complete before it starts."""
         group, own = self._group, rows[self._rank]
 
         def gather() -> None:
@@ -213,7 +214,8 @@ class DeviceCollectives:
         after: Sequence[Transfer],
     ) -> Transfer:
         """Start to sum this rank's row of `bucket` over all ranks, in rank order and in place. `rows`: one view of
-        `bucket` for each rank. `room`: for the other ranks' copies of the row. The rest: as in `all_gather`."""
+        `bucket` for each rank. `room`: memory for the other ranks' copies of the row. `what`, `call`: name and number
+        of the collective, for errors. `after`: transfers that must complete before it starts."""
         group, rank = self._group, self._rank
         part_numel = room.numel() // (self._world_size - 1)
 

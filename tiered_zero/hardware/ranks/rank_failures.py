@@ -238,7 +238,7 @@ class RankFailures:
         return "; ".join(f"rank {rank}: {waits.text or 'no call that waits'}" for rank, waits in found)
 
     def _read_waits(self) -> list[RankWaits]:
-        """Read what each rank has posted. Raises if the store, or a rank's post, is missing."""
+        """Read what each rank has posted about its waits. Raises if the store, or a rank's post, is missing."""
         keys = [f"{_WAITS}/{rank}" for rank in range(self._world_size)]
         if not self._store.check(keys):
             raise LookupError("a rank has not begun")
