@@ -402,8 +402,8 @@ def _paged_gradients(run_spec: RunSpec) -> dict[int, torch.dtype]:
 
 
 def _make_reduction(config: Config, request: PlanRequest, buckets: Sequence[Bucket], *, on_device: bool) -> Reduction:
-    """Make the settings for reducing gradients, with DeepSpeed's factors. `on_device`: all gradients rest on the
-    device."""
+    """Make the settings for reducing gradients. Their divisors before and after the sum are DeepSpeed's. `on_device`:
+    whether all gradients rest on the device."""
     factor, first = config.gradient_predivide_factor, config.prescale_gradients
     if first is None:
         first = factor == 1.0

@@ -79,7 +79,8 @@ class OpenMachine:
 
 
 def find_source(run_spec: RunSpec, collectives: Collectives) -> Source:
-    """Find where a run gets its first values, and check directories and files. Collective: every rank calls this."""
+    """Find where a run gets its first values. Check that the swap directories can be used, and that the weight files
+    fit the model. Collective: every rank calls this."""
     config, keys = run_spec.config, nvme_paths(run_spec.config)
     warnings = check_directories(keys)
     resume = config.tiered_zero.checkpoint.resume
@@ -111,8 +112,9 @@ def check_directories(keys: Mapping[tuple[str, ...], str]) -> list[str]:
 
 
 def clear_directories(keys: Mapping[tuple[str, ...], str], adopted: Container[Path] = ()) -> list[str]:
-    """If the launcher has restarted its processes, remove the swap directories of ended ones, but no committed state.
-    Return notices about those of other ended runs, except `adopted`. `keys`: as for `check_directories`."""
+    """If the launcher has restarted its processes, remove the swap directories that its earlier processes left, but no
+    committed state. Return a line for each swap path that still holds files of ended runs; the directories `adopted` do
+    not count. `keys`: the swap paths of one store -> the config key that names them."""
     paths = [path for group in keys for path in group]
     if num_restarts() and local_rank() == 0:
         clear_restarted(paths, launch_name())

@@ -163,8 +163,8 @@ class _Cut:
     def _cut(
         self, rules: UnitRules, rule: UpdateRule, state_format: str, apart: bool, rank: int | None, numel: int
     ) -> tuple[list[SubGroup], list[SubGroupSize]]:
-        """Return the sub-groups, of at most `numel` elements, and the sizes of their slots. `apart`, `rank`: see
-        `cut_subgroups`."""
+        """Return the sub-groups, of at most `numel` elements, and the sizes of their slots. `apart`: whether embeddings
+        get sub-groups of their own. `rank`: the rank whose shards are cut; None: whole units are cut."""
         subgroups = cut_subgroups(
             self.find_units(rules), self.group_of, numel, elementwise=rule.elementwise, apart=apart, rank=rank
         )

@@ -59,9 +59,9 @@ class Checkpoints:
         config: Config,
         commits: Commits | None = None,
     ) -> None:
-        """`policy`: a save or load first waits for its updates. `weights`: drops stale weights from the device.
-        `driver`: saves everything but weights and optimizer state. `written_by`: the fields of `WrittenBy` except the
-        time. `commits`: commits the swap files in place; None: a save writes files of its own."""
+        """`policy`: runs the updates; a save or load first waits for them. `weights`: drops stale weights from the
+        device. `driver`: saves everything but weights and optimizer state. `written_by`: the fields of `WrittenBy`
+        except the time. `commits`: commits the swap files in place; None: a save writes files of its own."""
         settings = config.tiered_zero.checkpoint
         self._state = state
         self._policy = policy

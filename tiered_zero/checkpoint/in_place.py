@@ -213,8 +213,8 @@ class Commits:
             store.cancel_prepared()
 
     def decide(self) -> None:
-        """On rank 0, commit the state that all ranks have prepared. After a StoreError it is unknown whether the commit
-        is durable."""
+        """Commit the state that all ranks have prepared. Called on rank 0 alone. After a StoreError it is unknown
+        whether the commit is durable."""
         self._stores[0].confirm()
 
     def confirm(self) -> None:

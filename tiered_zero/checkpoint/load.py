@@ -165,8 +165,9 @@ def _check_value(key: str, entry: TensorEntry, shape: tuple[int, ...], dtype: to
 def _match_states(
     view: StateView, manifest: TagManifest, params: Mapping[str, str], convert: bool
 ) -> dict[str, dict[str, Any]]:
-    """Check the optimizer state of each parameter in the checkpoint, and return `Matched.states`. `params`: see
-    `Matched`. `convert`: see `match`. Raises ModelError, StoreError, ConfigError."""
+    """Check that the run can load the optimizer state that the checkpoint has, and return parameter name -> saved
+    scalars, for the parameters that load state. `params`: parameter name -> key of its values in the checkpoint.
+    `convert`: whether state may be rounded to the run's format. Raises ModelError, StoreError, ConfigError."""
     tag, written_by = manifest.tag, manifest.written_by
     if manifest.scalars and written_by.rule != view.rule.name:
         raise ModelError(
@@ -356,7 +357,8 @@ def _take(
     into: torch.Tensor, read_dtype: torch.dtype, dtype: torch.dtype, form: str, at: int, memory: memoryview
 ) -> None:
     """Convert the elements in `memory` from `read_dtype` to `dtype`, and copy them to their place in `into`, the memory
-    of the whole request. `at`: the bytes of the request before `memory`."""
+    of the whole request. `form`: the tensor's form; "magnitude" drops signs. `at`: how many bytes of the request come
+    before `memory`."""
     values = torch.frombuffer(memory, dtype=read_dtype).to(dtype)
     own = into[at // read_dtype.itemsize :][: values.numel()]
     copy_values(own, values)
@@ -371,7 +373,7 @@ _SUMMANDS = ((torch.int16, 0), (torch.int16, 16), (torch.float32, 16))
 
 def _add(bits: torch.Tensor, dtype: torch.dtype, shift: int, at: int, memory: memoryview) -> None:
     """Add one of the summands of masters (`_SUMMANDS`) to `bits`, the masters as int32. `memory`: the summand's
-    elements; of floats only the signs are added. `at`: see `_take`."""
+    elements; of floats only the signs are added. `at`: how many bytes of the summand come before `memory`."""
     read = torch.frombuffer(memory, dtype=dtype)
     values, first = read.signbit() if dtype.is_floating_point else read, at // dtype.itemsize
     for start in range(0, values.numel(), _STEP_NUMEL):  # temporaries stay small, and torch starts no threads

@@ -101,7 +101,7 @@ class SaveDirectory:
         self.fd.close()
 
     def restore(self) -> None:
-        """Clean up after a writer that died: give a tag that it was replacing its name back, and remove temporary
+        """Clean up after a writer that died: restore the name of a tag that it was replacing, and remove temporary
         files. Raises OSError."""
         names = sorted(names_in(self.fd))
         for name in names:

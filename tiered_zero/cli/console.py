@@ -81,7 +81,7 @@ _NUMBERS = {
 
 
 def stdout() -> Console:
-    """Return a console for results. It wraps lines on a terminal only, or at the width COLUMNS."""
+    """Return a console for results. It wraps lines at the width of the terminal or COLUMNS, else at 1000 characters."""
     return Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 1000)
 
 

@@ -210,7 +210,8 @@ def _pinning() -> Iterator[Finding]:
 
 
 def _rates(directory: Path, measures: bool) -> Iterator[Finding]:
-    """Yield the recorded rates of this machine. `measures`: first measure the machine and the disk of `directory`."""
+    """Yield the recorded rates of this machine. `measures`: whether to first measure the machine and the disk of
+    `directory`."""
     if measures:
         load, num_cores = os.getloadavg()[0], os.cpu_count() or 1
         with stop_on_signals(at_boundary=False):  # SIGTERM raises, so that the file on the disk is removed

@@ -127,7 +127,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> StateDict:
     """Read the weights of `checkpoint_dir/tag` to host memory, as fp32 and under all their names. Without `tag`, read
     the checkpoint that `latest` names, else the newest whole one. `lazy_mode`: no effect. Raises StoreError,
-    CorruptionError, and BudgetError if they do not fit."""
+    CorruptionError, and BudgetError if the weights do not fit into free host memory."""
     with _open(checkpoint_dir, tag) as reader:
         weights = list_weights(reader, with_frozen=not exclude_frozen_parameters)
         needed = sum({id(weight.read): weight.nbytes for weight in weights}.values())

@@ -30,8 +30,8 @@ WATCH_S = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """How to train. `directory`: for swap files; None: plain PyTorch. `limit_nbytes`: the most memory beyond that of
-    the imports; None: no limit. `device_nbytes`, `host_nbytes`: limits of the engine's plan."""
+    """The settings of a training. `directory`: for swap files; None: plain PyTorch. `limit_nbytes`: by how much the
+    memory of the process may grow; None: no limit. `device_nbytes`, `host_nbytes`: limits of the engine's plan."""
 
     layers: int
     hidden: int

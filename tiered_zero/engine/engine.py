@@ -111,8 +111,8 @@ class Engine(DeepSpeedNames):
     @runs_outside_modes
     def step(self, *, by_optimizer: bool = False) -> None:
         """Count a micro-batch. After the last one of an accumulation, check the gradients and update the weights; skip
-        the update if gradients are not finite. `by_optimizer`: `optimizer.step()` calls this; clip gradients only if
-        the config sets gradient_clipping."""
+        the update if gradients are not finite. `by_optimizer`: whether `optimizer.step()` calls this; then gradients
+        are clipped only if the config sets gradient_clipping."""
         run, step = self._run, self._step
         if step.step(self.optimizer, run.lr_scheduler, by_optimizer) and (report := step.meter.report) is not None:
             for observer in run.observers:

@@ -162,8 +162,8 @@ def _replaced_error(name: str) -> ModelError:
 
 @final
 class StepCounts:
-    """Counts backwards, micro-batches and steps. Decides whether a `step()` is a boundary: whether it updates the
-    weights. Used on the driver thread."""
+    """Holds the numbers of backward passes, micro-batches and steps. Decides whether a `step()` is a boundary: whether
+    it updates the weights. Used on the driver thread."""
 
     def __init__(self, num_micro_batches: int, *, managed: bool = True) -> None:
         """`managed`: managed_gradient_accumulation of the config. If False, every `step()` is a boundary."""
@@ -399,7 +399,8 @@ class Entrance:
         self._pager.driver.end_backward()
 
     def _backward_has_failed(self) -> bool:
-        """Return whether an exception ended the `loss.backward()` followed last. Call it between the engine's calls."""
+        """Return whether an exception ended the user's last own `loss.backward()`. Call it between the engine's
+        calls."""
         if self._ending is None or self._ending() is None:
             return self._ending is not None
         return torch._C._current_graph_task_id() == -1 and self._pager.driver.other() is None

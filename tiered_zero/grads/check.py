@@ -149,8 +149,8 @@ def check_gradients(
     does.
 
     `norms`: in the order of `model.parameters()`. `loss_scale`: a factor of the gradients, which is divided out.
-    `max_norm`: the largest norm that is not clipped; 0 does not clip. `device`: adds up the norms; always the device of
-    compute. The host waits for it once."""
+    `max_norm`: the largest norm that is not clipped; 0 does not clip. `device`: where the norms are added up, which is
+    the device of compute. The host waits for it once."""
     on_host = torch.tensor([norm for _, norm in norms if isinstance(norm, float)], dtype=torch.float32, device="cpu")
     numbers = iter(on_host.to(device).unbind())
     values = [next(numbers) if isinstance(norm, float) else norm.to(device) for _, norm in norms]

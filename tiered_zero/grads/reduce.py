@@ -519,8 +519,8 @@ class UseMark:
 
 @final
 class UnitUses:
-    """Decides when backward has passed a unit, which means that it brings no more gradients of the unit. For parameters
-    that are whole on each rank. Used on the driver thread or autograd's.
+    """If parameters are whole on each rank, decides when backward has passed a unit, which means that it brings no more
+    gradients of the unit. Used on the driver thread or autograd's.
 
     [Note: Marks of uses] Autograd runs nodes in the reverse order of forward if it can. So a hook on a module's input
     runs after all gradients of the module's parameters. `note` puts such a hook, a mark, on an input of each call of a

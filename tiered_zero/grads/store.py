@@ -123,7 +123,8 @@ class GradientStore:
         return unit
 
     def _store(self, gradients: UnitGradients, entry: FlatEntry, source: torch.Tensor) -> None:
-        """Copy or add `source`, a gradient [numel], to its home. For homes that hold all of the unit's gradients."""
+        """Copy or add `source`, a gradient [numel], to its home. Called only if the home holds all of the unit's
+        gradients."""
         index = entry.param.index
         if not gradients.arrived:  # else the unit's first gradient of this backward has waited already
             self.wait_update(gradients.unit)
@@ -220,7 +221,8 @@ class GradientStore:
             GRAD_SLOT.__set__(param, total)
 
     def finish_transfers(self) -> None:
-        """Free gradients on the device that have arrived. Called at the end of a backward. Raises transfer errors."""
+        """Free the device memory of gradients that have reached their homes. Wait for others only if too many bytes are
+        in flight, or if users may hold views of them. Called at the end of a backward. Raises transfer errors."""
         self._in_flight.end_backward()
         for gradients in self._units.values():
             if gradients.shown:  # users may hold views of the flat
@@ -353,7 +355,8 @@ class GradientStore:
         set_gradient_home(self._places, self)
 
     def show(self) -> None:
-        """Show gradients to users, if there are any. Called when a forward or a backward has ended."""
+        """Let users read the gradients as `param.grad`, if there are gradients. Called when a forward or a backward has
+        ended."""
         self.is_shown = self.has_gradients
 
     def hide(self) -> None:

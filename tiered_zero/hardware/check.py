@@ -104,7 +104,8 @@ def check_sleep(accelerator: Accelerator) -> Finding:
 
 
 def check_allocator(accelerator: Accelerator) -> Finding:
-    """Name torch's device allocator, and check that the device gets the memory of freed units back."""
+    """Check that torch's device allocator gives the memory of freed units back to the device. The finding names the
+    allocator."""
     device = accelerator.device
     backend = torch.cuda.memory.get_allocator_backend() if device.type == "cuda" else device.type
     conf = next((f"{name}={os.environ[name]}" for name in _ALLOC_CONF if name in os.environ), "no PYTORCH_ALLOC_CONF")

@@ -265,7 +265,8 @@ class IOTransfer(Transfer):
 
     @abstractmethod
     def progressed_s(self) -> float:
-        """Return the time.monotonic() of the request's last progress, or of the engine's if the request is queued."""
+        """Return the time.monotonic() at which the request last made progress; for a queued request, at which the
+        engine last did."""
 
     def wait(self) -> None:
         self.engine.check_process(self.request.path)

@@ -23,8 +23,7 @@ larger bucket would keep the gradients of many units waiting."""
 @dataclass(frozen=True, kw_only=True)
 class BucketPart:
     """The elements of one unit in a bucket. `spans`: for each rank, its range of the unit's flat. `starts`: where each
-    of these ranges begins in the bucket. `is_first`: no part of the unit comes before. `is_last`: none comes
-    after."""
+    of these ranges begins in the bucket. `is_first`, `is_last`: whether this is the unit's first or last part."""
 
     unit: Unit
     spans: tuple[range, ...]

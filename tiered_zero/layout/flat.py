@@ -89,7 +89,7 @@ class FlatEntry:
 @dataclass(frozen=True, kw_only=True)
 class Unit:
     """Parameters that move together, as one 1-D tensor, the flat. They agree in `dtype`, `trainable` and `persistent`
-    (never leave the device).
+    (whether they never leave the device).
 
     `module`: the name of the module whose forward uses the unit; "" is the root. `bounds`: rank r owns elements
     `bounds[r]` to `bounds[r + 1]` of the flat. Padding is zero.
@@ -302,7 +302,8 @@ def _cut_parts(root: ModuleSpec, specs: Sequence[ParamSpec], cap: int, rules: Un
 
 
 def _join_small(parts: Iterable[_Part], most_numel: int) -> list[_Part]:
-    """Join small parts of one block and kind, at the place of the first, up to `most_numel` elements together."""
+    """Join small parts of one block and kind, up to `most_numel` elements together. The joined part stands where its
+    first part stood in the order."""
     joined: list[_Part] = []
     open_parts: dict[tuple[str, _Kind], _Part] = {}
     for part in parts:

@@ -74,8 +74,9 @@ class ParamPiece:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """A range of one unit in a sub-group. `unit_start`: its first element in the unit's flat; `start`: in the
-    sub-group. Elements outside of all pieces are padding (zeros), or of parameters that no param group holds."""
+    """A range of one unit in a sub-group. `unit_start`: its first element, counted in the unit's flat; `start`: counted
+    in the sub-group. `pieces`: the parts of parameters in it. The other elements are padding (zeros), or of parameters
+    that no param group holds."""
 
     unit: Unit
     unit_start: int

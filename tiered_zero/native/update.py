@@ -141,7 +141,7 @@ class UpdateKernel:
         self._check(self._library.tz_convert_moments(self._pool, ctypes.byref(moments), LEVELS[self.level]))
 
     def copy(self, copies: Sequence[CopyNorm]) -> None:
-        """Copy or add arrays, on all threads. Targets must not overlap; the memory must be valid, as in `update`."""
+        """Copy or add arrays, on all threads. Targets must not overlap. All addresses must be valid during the call."""
         table = _copy_table(copies)
         self._check(self._library.tz_copy_arrays(self._pool, table, len(copies), LEVELS[self.level]))
 

@@ -258,7 +258,7 @@ def _plan(
 
 
 def _room_nbytes(tier: str, rows: Iterable[_Row], request: PlanRequest) -> int:
-    """Return the bytes of the tier's limit that `rows` leave; negative if they exceed it."""
+    """Return the bytes that are left of the tier's limit after the plan's table `rows`; negative if they exceed it."""
     counted = request.counted_tiers(tier)
     return request.limit_nbytes(tier) - sum(nbytes for own, _, nbytes, _ in rows if own in counted)
 
@@ -341,7 +341,8 @@ def _waiting_nbytes(trainable: Sequence[Unit], request: PlanRequest) -> int:
 def _returned_nbytes(
     to_host: Sequence[Unit], subgroups: Sequence[SubGroupSize], state_tiers: Sequence[str], sums: bool
 ) -> int:
-    """Return the most bytes of gradients that one update copies back to the device. `sums`: gradients are fp32 sums."""
+    """Return the most bytes of gradients that one update copies back to the device. `sums`: whether gradients are fp32
+    sums."""
     itemsizes = {unit.index: 4 if sums else unit.itemsize for unit in to_host}
     # If a unit's state is split over tiers, the part with state on the device is updated there.
     return max(

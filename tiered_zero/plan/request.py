@@ -219,7 +219,8 @@ def splits_masters_off_device(config: Config) -> bool:
 
 
 def unit_rules(config: Config, world_size: int = 1, *, whole_params: bool = False) -> UnitRules:
-    """Read from `config` the rules by which units are cut. `whole_params`: the update rule steps whole parameters."""
+    """Read from `config` the rules by which units are cut. `whole_params`: whether the update rule steps whole
+    parameters only."""
     zero = config.zero_optimization
     # If true, small parameters stay on the device; if not, they move with their block.
     persists = zero.offload_param.device != "none" and world_size == 1 and not splits_masters_off_device(config)

@@ -142,9 +142,9 @@ def missing_rates(plan: Plan, work: Work, machine: Machine) -> list[str]:
 
 
 def predict_step(plan: Plan, work: Work, machine: Machine, *, finds_hidden: bool = True) -> StepSeconds:
-    """Predict the seconds of a step of `work` with `plan` on `machine`. `missing_rates` of these three must be empty.
-    `finds_hidden`: also search, for each tier, how many tokens a step needs so that transfers take no longer than
-    compute. The search takes some ten predictions."""
+    """Predict the seconds of a step of `work` with `plan` on `machine`. `missing_rates(plan, work, machine)` must be
+    empty. `finds_hidden`: whether to also search, for each tier, how many tokens a step needs so that transfers take no
+    longer than compute. The search takes about ten predictions."""
     rates = _Rates(plan, machine)
     seconds, by_resource, num_events = _simulate(plan, work, rates)
     step = StepSeconds(

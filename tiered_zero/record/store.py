@@ -545,7 +545,8 @@ class RecordTable:
             return len(self._find(record).record.offsets)
 
     def kept(self, record: Record, start: int, end: int) -> list[Range]:
-        """Return the committed ranges that a write of `[start, end)` would overwrite; [] if there are two slots."""
+        """Return the committed ranges that a write of `[start, end)` would overwrite; [] if the record has two slots,
+        because a write then goes to the slot that is not committed."""
         with self._lock:
             state = self._find(record)
             if not state.record.committed or len(state.record.offsets) > 1 or state.durable is None:

@@ -345,8 +345,8 @@ class NativeRule(UpdateRule):
 
 
 def open_kernel(num_threads: int | None = None) -> UpdateKernel | None:
-    """Open the native kernel with torch's square root; None: it was not built, or has no code for this processor.
-    `num_threads`: None: all of this process."""
+    """Open the native kernel with torch's square root. Return None if it was not built, or has no code for this
+    processor. `num_threads`: None: as many as this process may keep busy."""
     path = find_library("_update")
     if path is None or not supported_levels(path):
         return None
@@ -354,7 +354,7 @@ def open_kernel(num_threads: int | None = None) -> UpdateKernel | None:
 
 
 def missing_kernel() -> str:
-    """Return a text that says why there is no native kernel, and how to have it."""
+    """Return a text that says why there is no native kernel, and how to get it."""
     if find_library("_update"):
         return "The native kernel needs a processor with AVX2 and FMA, or with NEON."
     reason, fix = why_missing("_update")

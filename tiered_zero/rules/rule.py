@@ -137,7 +137,8 @@ class UpdateRule(ABC):
 def batches(
     runs: Sequence[Run], cut: Callable[[Run, int, int], Run] = Run.part, cpu_numel: int = _CPU_CHUNK_NUMEL
 ) -> Iterator[list[Run]]:
-    """Yield `runs`, all with the same hyperparameters, in batches. `cut(run, start, stop)` cuts long runs."""
+    """Yield `runs`, all with the same hyperparameters, in batches of limited size. On the CPU a batch is one run of at
+    most `cpu_numel` elements. `cut(run, start, stop)` returns a part of a run that is too long."""
     on_cpu = runs[0].master.is_cpu
     most_numel = cpu_numel if on_cpu else _DEVICE_CHUNK_NUMEL  # on the CPU one run, to fit into the cache
     batch: list[Run] = []

@@ -394,7 +394,7 @@ class TorchRule(UpdateRule):
             ) from error
 
     def _batches(self, runs: Sequence[Run]) -> Iterator[list[tuple[Run, Run]]]:
-        """Yield lists of (piece, its run). torch steps all pieces of a list in one call."""
+        """Yield lists of (part of a run, the whole run). torch steps all parts of a list in one call."""
         is_known = type(self._optimizer) in ELEMENTWISE
         waiting: dict[tuple[int, float], list[tuple[Run, Run]]] = {}
         for run in runs:

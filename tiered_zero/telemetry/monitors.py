@@ -112,8 +112,8 @@ class Monitors:
 
 
 class StepLog:
-    """Logs a line about every `every`-th step, or prints it if the logger would not show it. `groups`: the param groups
-    in use. `breaks_down`: add a line with the step's seconds by cause."""
+    """Logs the numbers of each `every`-th step in one line, or prints the line if the logger would not show it.
+    `groups`: the param groups in use. `breaks_down`: whether to add a line with the step's seconds by cause."""
 
     def __init__(self, every: int, groups: Sequence[Mapping[str, Any]], breaks_down: bool = False) -> None:
         self._every = every

@@ -35,7 +35,8 @@ TIMELINE_STEP = 3
 @dataclass(frozen=True, kw_only=True)
 class RunHeader(JsonRecord):
     """The first line of a record: what is known before the first step. `planned_nbytes`: tier -> kind -> bytes.
-    `config`: key -> value as JSON, without defaults. `predicted`: as in RunReport. `started_at`: Unix time."""
+    `config`: key -> value as JSON, without defaults. `predicted`: the predicted step: "tokens", its seconds "step", and
+    lane -> busy seconds. `started_at`: Unix time."""
 
     model: str
     num_parameters: int

@@ -194,8 +194,8 @@ def on_one_drive(paths: Sequence[Path]) -> bool:
 
 
 def _weigh(paths: Sequence[Path], engine: IOEngine, nbytes: int) -> list[float]:
-    """Return a weight for each directory, by which data is striped: its speed, or 1 if all are on one drive. Raises
-    StoreError."""
+    """Return a weight for each directory, by which data is striped: its share of the total speed (equal shares if
+    speeds are close), or 1 if all are on one drive. `nbytes`: the size of the data. Raises StoreError."""
     if on_one_drive(paths):
         return [1.0] * len(paths)
     try:

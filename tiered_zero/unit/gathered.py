@@ -79,7 +79,8 @@ def _unpack(found: tuple[SavedViews, Saved]) -> torch.Tensor:
 
 @contextmanager
 def gather(params: Iterable[nn.Parameter], modify: bool, modifier_rank: int = 0) -> Iterator[None]:
-    """Keep the units of `params` in use for the length of the block. `modify`, `modifier_rank`: as in `gathered`."""
+    """Keep the units of `params` in use for the length of the block. `modify`: whether changes made in the block are
+    kept. `modifier_rank`: with `modify`, the rank whose values all ranks get."""
     with ExitStack() as stack:
         for paged, pager in _paged(params).items():
             stack.enter_context(_gather_unit(pager, paged, modify, modifier_rank))

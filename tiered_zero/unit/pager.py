@@ -357,8 +357,9 @@ class Pager:
         self.cache.refuse()
 
     def invalidate_all(self) -> None:
-        """Begin a load of all units: do what `invalidate` does, for frozen units too. A change by user code of a frozen
-        resident unit raises no error."""
+        """Begin a load of all units, frozen ones too: evict paged units; resident ones are changed where they are.
+        Raises ModelError if a paged unit is in use, or if user code has changed parameters but not their homes (except
+        those of a frozen resident unit)."""
         for paged in self.units:
             if paged.unit.trainable or not paged.is_resident:
                 self._invalidate(paged)

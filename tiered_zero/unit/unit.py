@@ -210,8 +210,8 @@ class FlatStorage:
 
     def end_change(self) -> tuple[str, str] | None:
         """Return (parameter name, class name) for one parameter changed since `begin_watch`; None if there is none. The
-        class is that of its module if `param.data = ...` gave it other memory, else empty. Then make all parameters
-        views of the flat again."""
+        class name is that of the parameter's module if `param.data = ...` gave the parameter other memory, else empty.
+        After a change, make all parameters views of the flat again."""
         changed = self._find_change()
         if self._watched and not self.is_viewed:
             self._watched.clear()
@@ -242,8 +242,9 @@ class FlatStorage:
             )
 
     def reattach(self, keep: bool) -> None:
-        """Make parameters that were given other memory views of the flat again, and watch anew. `keep`: True copies
-        their values into the flat, and raises ModelError if a shape differs; False drops the values."""
+        """If user code gave a parameter other memory, make the parameter a view of the flat again. Then begin to watch
+        anew for changes. `keep`: True copies the values from that memory into the flat, and raises ModelError if a
+        shape differs; False drops the values."""
         key = self.key
         for entry, param in self._entries:
             if param.untyped_storage()._cdata == key:

@@ -137,7 +137,8 @@ class Conversion:
 
 
 def from_files(model: nn.Module, names: Iterable[str]) -> list[Conversion]:
-    """List the conversions from tensors of files to tensors of `model`. `names`: those in the files."""
+    """List the conversions from tensors of files to tensors of `model`. `names`: the names of the tensors in the
+    files."""
     library = _library(model)
     if library is None:
         return []
@@ -313,7 +314,8 @@ class WeightFiles:
 
 
 def _is_float(dtype: torch.dtype) -> bool:
-    """Return whether values of this dtype can be converted to another float dtype. Those of float8 need scales."""
+    """Return whether values of this dtype can be converted to another float dtype. Values of float8 cannot: they need
+    scales."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
 

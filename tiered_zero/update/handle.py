@@ -263,7 +263,8 @@ class TierStateOptimizer(Optimizer):
 
 
 def replace_values(groups: list[dict[str, Any]], values: list[dict[str, Any]]) -> None:
-    """Replace the contents of each param group, in place, by those at the same index in `values`."""
+    """Replace the contents of each dict in `groups`, in place, by the contents of the dict at the same index in
+    `values`."""
     for group, new in zip(groups, values, strict=True):
         group.clear()
         group.update(new)

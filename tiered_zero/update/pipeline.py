@@ -111,10 +111,10 @@ class UpdateJob:
     `groups`: copies of the param groups' values. `after`: parameters on the device are written after this transfer,
     because earlier work of compute may read them. `after_of`: index of a sub-group -> the transfer that replaces
     `after`. `unit_updates`: unit index -> the `UnitUpdate` to complete. `param_kind`: the slots for new parameters:
-    "param", or "param_back" for a delayed update. `every_subgroup`: also write the parameters of sub-groups without a
-    gradient. `queue`: None updates all sub-groups that have a gradient. `on_device`: True updates only sub-groups with
-    state on the device, False only the others, None all. `computed`: completes when every sub-group is computed, or
-    when the job fails."""
+    "param", or "param_back" for a delayed update. `every_subgroup`: whether to also write the parameters of sub-groups
+    without a gradient. `queue`: the sub-groups to update; None: all that have a gradient. `on_device`: True updates
+    only sub-groups with state on the device, False only the others, None all. `computed`: completes when every
+    sub-group is computed, or when the job fails."""
 
     gradients: GradientSource
     grad_scale: float
@@ -177,8 +177,8 @@ class UpdatePipeline:
         return any(map(self._io.reads, self.view.layouts))
 
     def freeze_groups(self) -> list[dict[str, Any]]:
-        """Return copies of the param groups for one update: schedulers may change the groups while it runs. Values that
-        the rule changes in each step, such as a count of steps, are changed in the groups themselves."""
+        """Return copies of the param groups for one update: schedulers may change the groups while it runs. Then
+        advance, in the groups themselves, what the rule changes in each step, such as a count of steps."""
         frozen = list(map(copied_group, self.view.groups))
         self._rule.advance_groups(self.view.groups, frozen)
         return frozen

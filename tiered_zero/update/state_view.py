@@ -123,8 +123,8 @@ class ParamShards:
         return _run(self.readers, call, act)
 
     def change(self, call: str, act: Callable[[], Result]) -> Result:
-        """Run `act` on all ranks, and return its result on this one. If it raises on one rank, all raise. `call`: see
-        `read`."""
+        """Run `act` on this rank, as all ranks do, and return its result. If `act` raises on one rank, all raise.
+        `call`: what the ranks do, for error messages."""
         return _run(self.ranks, call, act)
 
     def spec(self, name: str) -> ParamSpec:

@@ -203,8 +203,9 @@ class SubGroupIO:
                 work.reads.append(read)
 
     def bind_outputs(self, work: SubGroupWork) -> None:
-        """Set `work.outs` and `work.windows`. Called right before the update. If masters follow the parameters, also
-        read the present parameters to the windows."""
+        """Set `work.outs`, the memory for new parameters, and `work.windows`, its part in the staging buffer. Called
+        right before the update. If masters adopt parameters that user code has changed, also read the present
+        parameters to the windows."""
         work.outs, work.windows = [], []
         for segment, view, window in self._places(work):
             if view is None and work.on_device:

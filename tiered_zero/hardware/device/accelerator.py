@@ -341,8 +341,8 @@ class Accelerator(ABC):
     @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor, finish: bool = False) -> None:
         """Launch a copy from `source` to `target` (contiguous, same dtype and size) on the calling lane's stream.
-        Autograd's version counters stay. `finish`: return when the copy is complete, so that the host memory can be
-        reused."""
+        Autograd's version counters do not change. `finish`: whether to return only when the copy is complete, so that
+        the host memory can be reused."""
 
     def timer(self, recorder: Recorder) -> Timer:
         """Return a function like `Recorder.span` that times on the device what a `with` block in a job launches."""
@@ -495,7 +495,8 @@ class CpuAccelerator(Accelerator):
         return super().alias(flat) if pages is None else torch.frombuffer(pages, dtype=flat.dtype, count=flat.numel())
 
     def prepare(self, flat: torch.Tensor) -> None:
-        """Ask the system for huge pages: they cut the page faults of a fetch from thousands to a few. Then `poison`."""
+        """Ask the system for huge pages for `flat`, if it has none yet: they cut the page faults of a fetch from
+        thousands to a few. In debug mode, also overwrite `flat` (`poison`)."""
         if self._page_pool is None:  # the pool's places have huge pages already
             advise_huge_pages(flat)
         if self._poison:

@@ -79,8 +79,8 @@ UNPINNED_KINDS = frozenset({"state", "commit", "commit_param", "commit_copy", "b
 
 @final
 class HostArena:
-    """The host memory of a run: one anonymous, page-aligned mapping of the planned size. Any thread. `pin`: slots are
-    pinned, one by one, except those of UNPINNED_KINDS."""
+    """The host memory of a run: one anonymous, page-aligned mapping of the planned size. Any thread. `pin`: whether to
+    pin slots, one by one, except those of UNPINNED_KINDS."""
 
     def __init__(self, capacity_nbytes: int, accelerator: Accelerator, pin: bool, ledger: Ledger) -> None:
         self._extents = ExtentMap(max(capacity_nbytes, 1))

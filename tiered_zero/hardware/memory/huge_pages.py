@@ -119,7 +119,8 @@ class PageRange:
         self._pool.map(self._address_of_first, self._nbytes)
 
     def empty(self, keep: bool = True) -> None:
-        """Unmap the memory. `keep`: False: free the pages, because something may still write to them."""
+        """Unmap the memory. `keep`: whether the store may keep the pages. False frees them, because something may still
+        write to them."""
         self._pool.unmap(self._address_of_first, self._nbytes, keep)
 
 

@@ -78,7 +78,8 @@ class Collectives(Protocol):
         becomes its sum over all ranks, added in rank order. The other parts become undefined.
 
         `room`: 1-D memory to receive parts: at least W - 1 elements, at best (W - 1) n. Leave `bucket` and `room` alone
-        until the transfer is done. `after`: transfers that come first. `bounds`: as in `all_gather`.
+        until the transfer is done. `after`: transfers that come first. `bounds`: W + 1 offsets in `bucket`, of parts of
+        any sizes; None: all parts have one size.
         """
 
     def broadcast(self, tensor: torch.Tensor, source: int = ..., what: str = ...) -> None:

@@ -221,12 +221,12 @@ class ProcessGroups:
         after: Sequence[Transfer] = (),
     ) -> CollectiveTransfer:
         """Submit a collective to its lane. `nbytes`: this rank's bytes, for the recorded span; 0: no span. `after`:
-        transfers that come before the span.
+        transfers that the lane waits for before the span begins.
 
         [Note: Gathers that meet] The n-th gather of a rank takes the bytes of the n-th gather of the other ranks,
         whatever they are: gathers have no names unless their order is compared. So once a gather fails on a rank, for
-        example because its fetch failed, that rank makes no later gather or reduction: it would meet the failed one of
-        the other ranks. This holds on a device, too. The other ranks wait until this rank posts its error.
+        example because its fetch failed, that rank makes no later gather or reduction: the other ranks would take it
+        for the failed one. This holds on a device, too. The other ranks wait until this rank posts its error.
         """
         name, kind = call.group, call.kind
         transfer = CollectiveTransfer(self.failures, call, f"{kind} of {what}")
