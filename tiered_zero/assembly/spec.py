@@ -219,7 +219,7 @@ def _specify(config: Config, *, cut: _Cut, machine: PlannedMachine, ranks: Colle
 
 
 def _check_delayed(config: Config, world_size: int) -> None:
-    """Raise ModelError for delayed updates at stage 1 or 2 with many ranks, which gather parameters inside step()."""
+    """Raise ModelError for delayed updates if many ranks gather parameters inside step(): at stage 1 or 2."""
     stage = config.zero_optimization.stage
     if world_size > 1 and config.tiered_zero.update == "delayed" and stage in (1, 2):
         raise ModelError(

@@ -284,7 +284,8 @@ class TrainStep:
 
     def step(self, optimizer: TieredOptimizer, lr_scheduler: Any, by_optimizer: bool = False) -> bool:
         """Count a micro-batch, and return whether it was the last of an accumulation (a boundary). At a boundary, check
-        gradients, update, step the scheduler and make the report. `by_optimizer`: `optimizer.step()` calls this."""
+        gradients, update, step the scheduler and make the report. `by_optimizer`: whether
+        `optimizer.step()` calls this."""
         # Optimizer and scheduler are arguments: modules refer to this object, so attributes would keep the engine.
         self.check(trains=True)
         if by_optimizer:

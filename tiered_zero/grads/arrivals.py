@@ -46,7 +46,7 @@ class GradientArrivals:
     @contextmanager
     def engine_backward(self, *, is_last: bool, frees_graph: bool) -> Iterator[None]:
         """A context manager in which the engine runs a backward. `is_last`: whether it is the step's last backward.
-        Raises transfer errors."""
+        `frees_graph`: whether autograd frees the graph in it. Raises transfer errors."""
         self._is_engines, self._frees_graph = True, frees_graph
         try:
             self._begin_reduction(is_last)

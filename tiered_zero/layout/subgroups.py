@@ -57,8 +57,8 @@ def sub_group_numel(given: int, units: Iterable[Unit], *, in_memory: bool = Fals
 
 @dataclass(frozen=True, kw_only=True)
 class ParamPiece:
-    """The part of one parameter in a sub-group. `index`: its place among the pieces. `start`: its first element in the
-    sub-group; `param_start`: in the parameter. `group`: index of the param group."""
+    """The part of one parameter in a sub-group. `index`: its place among the pieces. `start`, `param_start`: the
+    numbers of its first element in the sub-group and in the parameter. `group`: index of the param group."""
 
     index: int
     param: ParamSpec
@@ -141,9 +141,9 @@ def cut_subgroups(
     """Cut `rank`'s shards of trainable units into sub-groups of at most `size_numel` elements, rounded up to whole
     pages. `rank` None: cut whole units.
 
-    `group_of`: parameter name -> index of its param group; other parameters are not stepped. `elementwise`: a sub-group
-    may end inside a parameter; else it ends between units, and a larger unit is one sub-group. `apart`: give embeddings
-    sub-groups of their own, with the rest of their page or unit.
+    `group_of`: parameter name -> index of its param group; other parameters are not stepped. `elementwise`: whether a
+    sub-group may end inside a parameter; else it ends between units, and a larger unit is one sub-group. `apart`:
+    whether embeddings get sub-groups of their own, with the rest of their page or unit.
     """
     runs = (
         (unit, *run)
@@ -221,8 +221,8 @@ def _cut(
 
 
 def _runs(unit: Unit, shard: range, group_of: Mapping[str, int], elementwise: bool) -> list[tuple[int, int, bool]]:
-    """Cut a shard at page boundaries into parts (start, stop, holds embeddings); one part if not `elementwise`.
-    Embeddings that `group_of` does not name are treated as other parameters."""
+    """Cut a shard at page boundaries into parts with and without embeddings: (start, stop, holds embeddings). Return
+    one part if not `elementwise`. Embeddings that `group_of` does not name count as other parameters."""
     embeddings = [
         (max(entry.start, shard.start), min(entry.stop, shard.stop))
         for entry in unit.entries

@@ -410,7 +410,7 @@ def collect_garbage(
 ) -> list[Collected]:
     """Remove the directories under `parent` of this user's ended runs. Return what was done with each run. `dry_run`:
     remove nothing. `committed`: also remove runs that can be resumed. `unknown`: also remove runs that may be alive.
-    `note`: consider only owners with this note. Raises StoreError."""
+    `note`: consider only runs whose `owner.json` has this note; None: all runs. Raises StoreError."""
     found = []
     for run in list_runs(parent):
         if note is not None and run.note != note:

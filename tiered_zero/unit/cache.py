@@ -311,7 +311,8 @@ class UnitCache:
         self.evict(paged)
 
     def guard(self, paged: PagedUnit) -> None:
-        """Guard a unit in use. Evict it instead if user code has changed it but not its home."""
+        """Guard a unit in use. If user code has written to it on the device but not to its home, evict it instead:
+        that drops what was written."""
         self.look(paged)
         if paged.weights is WeightState.STALE:
             self.evict(paged)

@@ -146,8 +146,9 @@ class FlatStorage:
             return any(more and not param.requires_grad for param, more in zip(self._params, held, strict=True))
 
     def count_references(self, is_recomputed: bool) -> None:
-        """Store the number of references to each frozen parameter, for `is_viewed`. `is_recomputed`: the module runs
-        again in backward, and smaller old numbers are kept. [Note: Frozen parameters that autograd holds]"""
+        """Store the number of references to each frozen parameter, for `is_viewed`. `is_recomputed`: whether the
+        module runs again in backward: smaller old numbers are then kept.
+        [Note: Frozen parameters that autograd holds]"""
         if not self.unit.trainable:
             found = self._count_references()
             self._num_references = list(map(min, found, self._num_references)) if is_recomputed else found

@@ -349,7 +349,7 @@ class Accelerator(ABC):
         return recorder.span
 
     def add_spans(self) -> None:
-        """Add the spans that the device has completed to their recorders. Driver thread, once a step."""
+        """Give the recorders the spans of `timer` that the device has completed. Driver thread, once a step."""
         return
 
     def release_cached_memory(self) -> None:
