@@ -30,8 +30,8 @@ class Fate(str, Enum):
 @dataclass(frozen=True, kw_only=True)
 class Key:
     """A config key and its fate. `why`: the effect of an honoured key, or the reason of another fate. `default`:
-    DeepSpeed's value if the key is absent. `to`: the new path of a renamed key. `quiet`: log no notice. `allowed`: the
-    values that a refused key may have, besides None and "auto"."""
+    DeepSpeed's value if the key is absent. `to`: the new path of a renamed key. `quiet`: whether no notice is logged.
+    `allowed`: the values that a refused key may have, besides None and "auto"."""
 
     path: str
     fate: Fate

@@ -486,7 +486,7 @@ class InFlight:
 @final
 @dataclass(kw_only=True)
 class _State:
-    """The state of a record. `written`: the ranges that were written last. `durable`: the ranges in the durable
+    """The state of a record. `written`: the ranges that hold its newest bytes. `durable`: the ranges in the durable
     manifest; None if the record is not in it."""
 
     record: Record

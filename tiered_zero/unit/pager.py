@@ -278,7 +278,8 @@ class Pager:
         return self.direct is not None and is_running(self.direct.frame)
 
     def ends_direct(self, module: nn.Module) -> bool:
-        """Return whether the call of `module` that ends now is the direct call. Called by the module's forward hook."""
+        """Return whether the call of `module` that ends now is the one that the user has made past the engine. Called
+        by the module's forward hook."""
         direct = self.direct
         if direct is None or direct.module is not module:
             return False

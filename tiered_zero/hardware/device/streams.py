@@ -315,7 +315,7 @@ class DeviceClock:
     @contextmanager
     def span(self, recorder: Recorder, lane: str, kind: str, name: str = "", nbytes: int = 0) -> Iterator[None]:
         """Measure the work that the `with` block launches on the current stream. Records nothing if the block raises.
-        On a lane's thread."""
+        Called on a lane's thread."""
         start = self._record()
         yield
         end = self._record()
