@@ -170,7 +170,8 @@ class TrainingLoader(DataLoader[Any]):
             self._end_current()
 
     def _end_current(self, only_gone: bool = False) -> None:
-        """End the pass under way, so that the next one gets the next number. `only_gone`: if its iterator is gone."""
+        """End the pass under way, so that the next one gets the next number. `only_gone`: whether to do this only if
+        the iterator of the pass no longer exists."""
         if self._current is not None and not (only_gone and self._current() is not None):
             self._current = None
             self._num_passes += 1
@@ -219,7 +220,7 @@ class _Pass(Iterator[Any]):
 @final
 class _Order(Sampler[int]):
     """Yields the indices of one rank's samples, from position `start` on, in the order of the pass `number`. `drops`:
-    whether to leave out the last samples if they are too few for all ranks."""
+    whether the last samples are left out if they are too few for all ranks; if not, the first ones are taken again."""
 
     rank, num_ranks, drops = 0, 1, False
 

@@ -18,9 +18,9 @@ TERMINATED = 128 + signal.SIGTERM
 
 @final
 class StopRequest:
-    """Remembers that a signal has asked the program to stop. `at_boundary`: True: the first signal is only remembered;
-    False: it raises, as later signals do: KeyboardInterrupt (Ctrl-C) or SystemExit (SIGTERM), in the main thread.
-    `code`: the exit code for the first signal; None before it."""
+    """Remembers that a signal has asked the program to stop. `at_boundary`: whether the first signal is only
+    remembered; if not, it raises, as later signals do: KeyboardInterrupt (Ctrl-C) or SystemExit (SIGTERM), in the main
+    thread. `code`: the exit code for the first signal; None before it."""
 
     def __init__(self, at_boundary: bool) -> None:
         self.at_boundary = at_boundary
@@ -51,11 +51,12 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(*, at_boundary: bool = True) -> Iterator[StopRequest]:
-    """Let SIGTERM and Ctrl-C ask training to end, instead of ending it at once, inside the block.
+    """Inside the block, let SIGTERM and Ctrl-C ask training to end, instead of ending it immediately.
 
     Yields a StopRequest to check after each `engine.step()`: it is true once a signal has come. A second signal raises
-    SystemExit or KeyboardInterrupt at once; if it comes in the middle of an update, the engine can then only be closed.
-    Enter the block in the main thread. `at_boundary`: False lets the first signal raise too.
+    SystemExit or KeyboardInterrupt immediately; if it comes in the middle of an update, the engine can then only be
+    closed. Enter the block in the main thread. `at_boundary`: whether the first signal waits for this check; if not, it
+    raises, too.
     """
     request = StopRequest(at_boundary)
     numbers = [signal.SIGTERM]

@@ -232,8 +232,9 @@ def _place_model(
     own_state: Mapping[Any, Any],
     resources: Teardown,
 ) -> None:
-    """Move every parameter to its home with its first value, and install the module hooks. `adopted`: committed values
-    to go on with. `own_state`: of the user's optimizer. If this raises, the model must be built anew."""
+    """Move every parameter to its home with its first value, and install the module hooks. `adopted`: the committed
+    values that parameters get if the run adopts a commit. `own_state`: the state that the user's optimizer has already.
+    If this raises, the model must be built anew."""
     runtime, view = step.runtime, step.policy.view
     materializer = Materializer(run_spec.model, source.weights, run_spec.specs)
     placer = UnitPlacer(

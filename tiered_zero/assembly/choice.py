@@ -398,7 +398,8 @@ def save_choice(run_spec: RunSpec) -> list[str]:
 
 
 def _rates_here(paths: Sequence[str]) -> Machine:
-    """Return this machine's measured rates, with the disks that hold `paths`. Raises ConfigError without rates."""
+    """Return this machine's measured rates, with the disks that hold `paths`. Raises ConfigError if none were
+    measured."""
     machine = load_measured()
     disks = tuple(disk for disk in (_disk_of(path, machine.disks) for path in paths) if disk is not None)
     return replace(machine, disks=disks)

@@ -252,8 +252,8 @@ def _request(
 def _make_rule(
     source: Optimizer, state_format: str, world_size: int, steps_parts: bool, shares_cores: bool
 ) -> UpdateRule:
-    """Make the update rule of the optimizer `source`. `steps_parts`: each rank steps parts of parameters; raises
-    ModelError if the rule cannot. `shares_cores`: the CPU computes too."""
+    """Make the update rule of the optimizer `source`. `steps_parts`: whether each rank steps only parts of parameters;
+    raises ModelError if the rule cannot. `shares_cores`: whether forward and backward run on the CPU, too."""
     threads = num_kernel_threads(shares_cores=shares_cores)
     rule = make_rule(source, state_format, steps_parts=steps_parts, num_threads=threads)
     if steps_parts and not rule.elementwise:
@@ -422,8 +422,9 @@ def _plan_to_fit(
     numel: int,
     request: PlanRequest,
 ) -> tuple[list[SubGroup], list[SubGroupSize], Plan, int]:
-    """Plan with sub-groups of `numel` elements; halve the size until the plan fits host memory or smaller ones would be
-    too many. Return the sub-groups, the sizes of their slots, the plan and the size."""
+    """Plan with sub-groups of `numel` elements. While the plan does not fit host memory, halve this number, unless
+    there would be too many sub-groups, or none uses a staging buffer. Return the sub-groups, the sizes of their slots,
+    the plan and the number. `cut_into(numel)`: returns the first two."""
     least = sub_group_numel(1, units)
     while True:
         subgroups, sizes = cut_into(numel)

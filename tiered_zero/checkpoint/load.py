@@ -600,7 +600,8 @@ class StateLoader:
 
 
 def _params_of(layout: StateLayout) -> list[tuple[ParamSpec, int, tuple[int, int]]]:
-    """Return each parameter in a sub-group, the first of its elements there, and their range in the sub-group."""
+    """Return for each parameter in a sub-group: the parameter, the index in it of its first element that the sub-group
+    has, and the range of its elements in the sub-group."""
     found = []
     for segment in layout.subgroup.segments:
         before = segment.start - segment.unit_start

@@ -156,7 +156,8 @@ class AsyncSave:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the save under way, if there is one, and raise its error, once."""
+        """Wait for the save under way, if there is one. If writing it has failed, raise the error; a second call does
+        not."""
         tag, end = self.tag, self._end
         if tag is None:
             return

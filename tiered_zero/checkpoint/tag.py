@@ -426,7 +426,8 @@ def _names(save_dir: Path) -> list[str]:
 @dataclass(frozen=True, kw_only=True)
 class FoundCheckpoint:
     """A checkpoint that was found. `path`: the tag's directory, or a swap directory. `swap`: for an in-place commit,
-    the first swap directory of its run. `lines`: for the log. `manifest`: the tag's, if it was just read."""
+    the first swap directory of its run. `lines`: messages for the log, such as which tags were skipped. `manifest`: the
+    tag's manifest, if the search has read it."""
 
     path: Path
     swap: Path | None = None
@@ -521,7 +522,8 @@ def _nothing_found(path: Path, infos: Sequence[TagInfo], skipped: list[str]) -> 
 
 
 def open_reader(found: FoundCheckpoint, own_runs: Container[str] = ()) -> TensorReader:
-    """Open a tag, or the commit to which it points. `own_runs`: see `open_commit`. Raises StoreError."""
+    """Open a tag, or the commit to which it points. `own_runs`: ids of the calling run's stores, which may be opened
+    although this run is alive. Raises StoreError."""
     if found.swap is not None:
         return open_commit(found.swap, own_runs)
     return open_tag(found.path, manifest=found.manifest)
@@ -530,8 +532,8 @@ def open_reader(found: FoundCheckpoint, own_runs: Container[str] = ()) -> Tensor
 def open_tag(
     tag_dir: str | os.PathLike[str], engine: IOEngine | None = None, manifest: TagManifest | None = None
 ) -> TensorReader:
-    """Open a tag of a full save. `engine`: None: choose one. `manifest`: the tag's, if it was just read. Raises
-    StoreError."""
+    """Open a tag of a full save. `engine`: reads the files; None: the first read chooses one. `manifest`: the tag's
+    manifest, if the caller has read it; None: read it here. Raises StoreError."""
     path = Path(tag_dir)
     manifest = manifest or read_manifest(path)
     files = [RecordFiles(paths=[path / file_name(n)], contents=store) for n, store in enumerate(manifest.stores)]
@@ -570,7 +572,8 @@ def open_stores(
     locations: Sequence[StoreLocation], commit: Commit, resources: ExitStack, own_runs: Container[str] = ()
 ) -> list[RecordFiles]:
     """Return the data files of `commit` at `locations`, checked. No other process can adopt them until `resources` is
-    closed. `own_runs`: see `open_commit`. Raises StoreError."""
+    closed. `own_runs`: ids of the calling run's stores, which may be opened although this run is alive. Raises
+    StoreError."""
     found, step = [], commit.checkpoint.step
     for location in locations:
         paths = [Path(path) for path in location.paths]

@@ -161,8 +161,9 @@ class SaveDirectory:
         return replaced
 
     def finish(self, replaced: str | None, latest: str | None = None) -> None:
-        """Make the last `rename` durable, and remove its result `replaced`. `latest`: a file from `prepare_latest`,
-        which gets the name `latest`. If this raises OSError, the replaced tag still exists."""
+        """Make the last `rename` durable, then remove the tag that it replaced. `replaced`: the present name of this
+        tag, which `rename` has returned; None: there is none. `latest`: a file from `prepare_latest`, which is renamed
+        to `latest`. If this raises OSError, the replaced tag still exists."""
         if latest is not None:  # after a crash only one rename may be done: safe for pointers, which lead to one state
             os.rename(latest, LATEST_NAME, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         os.fsync(self.fd)
@@ -259,7 +260,8 @@ class TagWriter:
     def __init__(
         self, directory: SaveDirectory, tag: str, name: str, writer: RecordWriter, needed_nbytes: int, *, joins: bool
     ) -> None:
-        """Use `begin` or `join` instead. `name`: the temporary directory. `joins`: whether rank 0 has begun the tag."""
+        """Use `begin` or `join` instead. `name`: the name of the temporary directory. `joins`: whether rank 0 has begun
+        the tag, and this rank joins it."""
         self.writer, self.tag, self.name = writer, tag, name
         self._directory, self._needed_nbytes, self._joins = directory, needed_nbytes, joins
         self._latest: str | None = None

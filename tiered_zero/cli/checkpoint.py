@@ -72,8 +72,8 @@ def ls(directory: Path, as_json: bool) -> None:
 @directory_argument
 @JSON_OPTION
 def verify_command(directory: Path, as_json: bool) -> None:
-    """Read every byte of the checkpoints in DIRECTORY against its checksum; exit code 1 if one is broken or not
-    verified, or none whole.
+    """Read all bytes of the checkpoints in DIRECTORY, and compare them with their checksums. The exit code is 1 if a
+    checkpoint is broken or not verified, or if there is none that is whole.
 
     These are passed over, and are no failure: a save under way or cut off, an in-place commit after a later one,
     another program's checkpoint. The commit of a live run is not verified: stop that run first. DIRECTORY may also be

@@ -134,7 +134,8 @@ def estimate_lines(
     estimate: ActivationEstimate | None, plan: Plan, device_nbytes: int | None, *, is_given: bool
 ) -> tuple[list[str], str]:
     """Return lines about the activations of a micro-batch, and a problem: a sentence if they do not fit and `is_given`,
-    else "". `is_given`: the user gave the length of a sample. `estimate` and `device_nbytes` are None if unknown."""
+    else "". `is_given`: whether the user gave the length of a sample. `estimate` and `device_nbytes` are None if
+    unknown."""
     if estimate is None:
         return [_NO_ESTIMATE], ""
     length = "" if is_given else " (the most that the model takes; --sequence-length TOKENS sets another)"

@@ -340,7 +340,7 @@ class Reading:
     """Further lines to log, such as values that were rounded."""
 
     def written_as(self, path: str) -> str:
-        """Return the old name in the file of `path`, or of a section around it; "" if not renamed."""
+        """Return the old name that the file uses for the key `path`, or for a section that contains it; "" if none."""
         return next((old for new, old in self.renamed.items() if path == new or path.startswith(f"{new}.")), "")
 
 

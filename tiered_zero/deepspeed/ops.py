@@ -32,8 +32,8 @@ def DeepSpeedCPUAdam(
     adamw_mode: bool = True,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Adam:
-    """Make torch's AdamW, or torch's Adam if `adamw_mode` is false. `fp32_optimizer_states`: no effect. Raises
-    ConfigError if `bias_correction` is false, and for param groups of another optimizer."""
+    """Make torch's AdamW, or torch's Adam if `adamw_mode` is false. `fp32_optimizer_states` has no effect. Raises
+    ConfigError if `bias_correction` is false, or if a param group was made for an optimizer other than Adam."""
     if not bias_correction:
         raise ConfigError(
             "bias_correction: expected true, as torch's Adam has no other; found false. Name the optimizer in the "

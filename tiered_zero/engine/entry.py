@@ -296,8 +296,9 @@ class Entrance:
         """The callback that autograd calls at the end of a `loss.backward()` of the user, while it exists."""
 
     def check_outside(self, call: str, may_recompute: bool = False) -> None:
-        """Raise ModelError if a forward, backward or step() is running: a hook or a signal handler makes the call named
-        `call`. `may_recompute`: allow a forward inside of a user's `loss.backward()`."""
+        """Raise ModelError if a forward, backward or step() is running: a hook or a signal handler has then made this
+        call. `call`: its name in the message. `may_recompute`: whether a forward inside of a user's `loss.backward()`
+        is allowed."""
         if running := self._running(may_recompute):
             raise ModelError(
                 f"{call} was called inside of a {running}, by a hook or a signal's handler, where weights and state "
@@ -431,7 +432,8 @@ class Entrance:
 
     def abort(self, *, keeps_gradients: bool = False) -> None:
         """Drop the step: wait for transfers, evict units, drop gradients. Raises the error of a gradient's transfer.
-        `keeps_gradients`: only end the uses of units, after a failed forward."""
+        `keeps_gradients`: whether to keep the step with its gradients, and only end the uses of units: after a failed
+        forward."""
         movers = self._movers
         self._phase.has_own_backward = False
         if not keeps_gradients:

@@ -424,8 +424,8 @@ class TrainStep:
         self.entrance.end_step()
 
     def _check_gradients(self, by_optimizer: bool) -> GradCheck:
-        """Average gradients over ranks, and return their norm, clip factor and finiteness. `by_optimizer`: clip only if
-        the config sets gradient_clipping."""
+        """Average gradients over ranks, and return their norm, clip factor and finiteness. `by_optimizer`: whether the
+        user called `optimizer.step()`; gradients are then clipped only if the config sets gradient_clipping."""
         loss_scale, counts = self.overflow.loss_scale, self.counts
         # a loop that calls optimizer.step() may clip gradients itself
         clipping = self._clipping if not by_optimizer or self._is_clipping_asked else 0.0

@@ -325,7 +325,8 @@ class GradientStore:
         self._in_flight.clear()
 
     def zero(self) -> None:
-        """Set to 0 all gradients of this step, and of earlier steps since gradients were last set to None."""
+        """Set to 0 all gradients of this step, and of earlier steps back to the last zero_grad() that set gradients to
+        None."""
         for gradients in self._units.values():
             if gradients.present or gradients.earlier or gradients.num_sums:
                 self.wait_update(gradients.unit)
@@ -379,9 +380,9 @@ class GradientStore:
         return place[0].show(place[1], self._overflow.loss_scale)
 
     def assign(self, param: nn.Parameter, value: torch.Tensor | None) -> None:
-        """Make `value` the gradient of `param`, as `param.grad = value` does; None drops the gradient. `value` may
-        stay uncopied until step(). With a loss scale, it is the unscaled gradient, and may be fp32. Raises ModelError
-        if its shape, dtype or device does not fit, and while gradients are hidden. Driver thread."""
+        """Make `value` the gradient of `param`, as `param.grad = value` does; None drops the gradient. `value` itself
+        may be kept, without a copy, until step(). With a loss scale, it is the unscaled gradient, and may be fp32.
+        Raises ModelError if its shape, dtype or device does not fit, and while gradients are hidden. Driver thread."""
         if (place := self._places.get(param)) is None:
             return
         gradients, entry = place
@@ -430,8 +431,8 @@ class GradientStore:
         return {param: grad for param, grad in found.items() if grad is not None}
 
     def store_shown(self, gradients: UnitGradients) -> None:
-        """Copy to their homes the gradients of a unit that users have assigned, and the copies that they have
-        changed."""
+        """Copy to its home each gradient of a unit that the user has assigned, or has changed in the copy that
+        `param.grad` returned."""
         for entry in gradients.unit.entries if self._hidden is not None else ():
             if entry.param.index in gradients.assigned:
                 self._refuse_if_hidden(entry)

@@ -177,7 +177,8 @@ class AiofilesEngine(IOEngine):
         file.drop_pages(offset, len(view))
 
     def _stop(self, idle: bool) -> None:
-        """End the executor and the loop. `idle`: False if requests are stuck; the loop's thread is then not joined."""
+        """End the executor and the loop. `idle`: whether no request is stuck; if one is, do not wait until the threads
+        end."""
         self._executor.shutdown(wait=idle, cancel_futures=True)
         with suppress(RuntimeError):  # the loop is closed: a second Ctrl-C interrupted an earlier stop
             self._loop.call_soon_threadsafe(self._end_loop)

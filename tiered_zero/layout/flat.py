@@ -142,8 +142,8 @@ def place_params(params: Sequence[ParamSpec]) -> tuple[FlatEntry, ...]:
 
 
 def equal_bounds(stop: int, itemsize: int, world_size: int = 1) -> tuple[int, ...]:
-    """Cut a flat into equal shards of whole pages, and return their bounds (see `Unit`). `stop`: the element at which
-    the last parameter ends."""
+    """Cut a flat into equal shards of whole pages, and return their bounds: rank r owns elements `bounds[r]` to
+    `bounds[r + 1]`. `stop`: the element at which the last parameter ends."""
     # whole pages in the flat's dtype, and in any dtype of at least 2 bytes
     shard = align_up(-(-stop // world_size), max(CUT_NUMEL, PAGE_NBYTES // itemsize))
     return tuple(rank * shard for rank in range(world_size + 1))

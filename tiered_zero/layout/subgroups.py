@@ -159,9 +159,9 @@ def cut_subgroups(
 def pack_params(
     params: Sequence[tuple[ParamSpec, int]], size_numel: int, *, elementwise: bool, first_index: int = 0
 ) -> list[SubGroup]:
-    """Cut separately stored parameters into sub-groups of at most `size_numel` elements, rounded up to whole pages.
-    `params`: each with the index of its param group. `elementwise`: a parameter may be cut; else a larger one is a
-    sub-group of its own. `first_index`: the index of the first sub-group."""
+    """Cut separately stored parameters into sub-groups of at most `size_numel` elements; this limit is rounded up to
+    whole pages. `params`: (parameter, index of its param group). `elementwise`: whether a parameter may be cut; if not,
+    a larger one is a sub-group of its own. `first_index`: the index of the first sub-group."""
     runs = []
     for param, _ in params:
         unit = Unit(

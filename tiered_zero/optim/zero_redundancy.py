@@ -308,8 +308,8 @@ def _sync_groups(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str,
 
 
 def _messages_of(groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, Tensor]]:
-    """Return (number, tensor) for each tensor that a rank broadcasts, once the first `number` of its parameters are
-    written. `groups`: the rank's param groups."""
+    """Return (number, elements) for each parameter that a rank broadcasts: `elements` may be sent once the first
+    `number` parameters of this rank are written. `groups`: the rank's param groups."""
     messages = []
     for number, param in enumerate(params_of(groups), 1):
         if param.numel():

@@ -236,7 +236,7 @@ def list_traffic(
 
 def written_on_nvme(units: Sequence[UnitTraffic], accumulation: int, *, in_backward: bool) -> dict[str, int]:
     """Return kind ("param", "state", "gradient") -> bytes that a step of `accumulation` micro-batches writes to nvme.
-    `in_backward`: updates start in backward. See [Note: Gradients on NVMe]."""
+    `in_backward`: whether updates start in backward. See [Note: Gradients on NVMe]."""
     params = sum(unit.params[1] for unit in units if unit.state and unit.params[0] == "nvme")
     return {
         "param": params,

@@ -456,7 +456,8 @@ class _Run:
         self._ends: list[float] = []
 
     def _list_uses(self, tied: Sequence[int], accumulation: int) -> list[_Use]:
-        """List the uses of units in a step, in order. Each pass uses the units `tied`, with a tied embedding, twice."""
+        """List the uses of units in a step, in order. `tied`: indices of the units that are a tied embedding; each pass
+        uses them twice."""
         uses: list[_Use] = []
         for micro in range(accumulation):
             for index, unit in enumerate(self._units):

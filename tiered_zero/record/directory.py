@@ -330,9 +330,10 @@ _PROBE_PREFIX = ".tiered-zero-probe-"
 class RunInfo:
     """One run's directory under one swap path.
 
-    `state`: "alive", "dead" or "unknown". `nbytes`: what the directory takes on disk. `age_s`: since a process made or
-    took over the directory. `pid`: 0 if unknown. `step`: of the last commit; None without one. `resumable`: whether
-    the directory may hold a state to resume. `own`: whether this user owns it and can read it."""
+    `state`: "alive", "dead" or "unknown". `nbytes`: what the directory takes on disk. `age_s`: the seconds since a
+    process made or took over the directory. `pid`: the process that the owner file names; 0 if unknown. `step`: the
+    step of the last commit; None without a commit. `resumable`: whether the directory may hold a state to resume.
+    `own`: whether this user owns it and can read it."""
 
     run_id: str
     path: Path
@@ -465,7 +466,8 @@ def _take_lock(dir_fd: int, unknown: bool) -> Descriptor:
 
 
 def _refusal(run: RunInfo, committed: bool, unknown: bool) -> str | None:
-    """Return why a run is kept; None if it may be removed. `committed`, `unknown`: see `collect_garbage`."""
+    """Return why a run is kept; None if it may be removed. `committed`: whether runs that can be resumed may be
+    removed. `unknown`: whether runs that may be alive may be removed."""
     if not run.own or run.state == "alive" or (run.state == "unknown" and not unknown):
         return run.reason
     if run.resumable and not committed:
@@ -497,8 +499,8 @@ def _inspect(path: Path, name: str, parent_fd: int, locked: bool | None = None) 
 
 
 def _inspect_open(run: RunInfo, fd: int, locked: bool | None) -> RunInfo:
-    """Return `run` with its owner, state and last commit, from its open directory `fd`. `locked`: see `_inspect`.
-    Raises OSError, StoreError."""
+    """Return `run` with its owner, state and last commit, from its open directory `fd`. `locked`: whether another
+    process holds the run's lock; None: find out. Raises OSError, StoreError."""
     owner, unreadable = None, "there is none"
     try:
         owner = read_owner_at(fd)

@@ -221,7 +221,7 @@ class SwapStore:
         return self._start(record, request, spans, data, self.engine.write, parts, finish)
 
     def commit(self, step: int, metadata: Mapping[str, Any]) -> None:
-        """Commit all records that were reserved with `committed`, as the state of `step`. The state is durable on
+        """Commit all records that were reserved with `committed=True`, as the state of `step`. The state is durable on
         return. `metadata`: the caller's own values, JSON only."""
         try:
             self.prepare(step, metadata)

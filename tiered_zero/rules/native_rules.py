@@ -110,9 +110,9 @@ class NativeRule(UpdateRule):
     """Param group values for the test of torch's bits. Together with the defaults they use every operation."""
 
     def __init__(self, kernel: UpdateKernel | None, state_dtype: torch.dtype = torch.float32, **options: Any) -> None:
-        """Make the rule, and test whether the kernel gives torch's bits. `kernel`: None: torch makes every step.
-        `options`: arguments of the optimizer class, for values that `Run.hyper` lacks. Raises ModelError for a state
-        dtype other than float32 and bfloat16."""
+        """Make the rule, and test whether the kernel gives torch's bits. `kernel`: the native kernel; None: torch makes
+        every step. `options`: arguments of the optimizer class, used for values that `Run.hyper` lacks. Raises
+        ModelError for a state dtype other than float32 and bfloat16."""
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise ModelError(f"Optimizer state in float32 or bfloat16 was expected; found {state_dtype}.")
         self.kernel = kernel
@@ -224,7 +224,9 @@ class NativeRule(UpdateRule):
         return self.torch_bits or run.grad.dtype is not torch.float32
 
     def _pack(self, runs: list[Run]) -> _Batch:
-        """Check runs with the same `kind_of`, and write their arrays' addresses into a table. Raises InternalError."""
+        """Check that the kernel can step `runs`, which all have the same `kind_of`, and write the addresses of their
+        arrays into a table. Raises InternalError if it cannot, and ModelError if the step needs state arrays that were
+        not planned."""
         first = runs[0]
         values = self._completed(first.hyper)
         hyper = self._kernel_hyper(values, first.scalars)

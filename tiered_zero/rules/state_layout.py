@@ -262,7 +262,8 @@ class StateLayout:
 
     @property
     def has_own_masters(self) -> bool:
-        """Whether the slot stores masters and `follows_params`. Such masters are saved with the optimizer state."""
+        """Whether the slot stores masters to which an update first copies the parameters that user code has changed.
+        Such masters are saved with the optimizer state."""
         return self.masters.follows_params and bool(self.masters.dtypes)
 
     def _append(self, field: StateField, piece: int | None) -> None:

@@ -115,7 +115,8 @@ def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series],
 
 
 def stacked_chart(title: str, x_label: str, y_label: str, layers: Sequence[Series], most: float = math.inf) -> str:
-    """Draw stacked bars, the first layer at the bottom. All layers have the same x values. `most`: cut bars at it."""
+    """Draw stacked bars, the first layer at the bottom. All layers have the same x values. `most`: the y value at which
+    higher bars are cut off."""
     thinned = [thin(layer.points) for layer in layers]
     if not thinned or not thinned[0]:
         return NOT_RECORDED

@@ -205,8 +205,8 @@ def _write(flat: PagedFlat, lease: Lease) -> Transfer:
 
 @final
 class FlatWindows:
-    """Leases windows (buffers in host memory) to flats of gradients. Any thread. `writes_ahead`: start to write the
-    oldest window once the last free one is taken, before another flat needs it."""
+    """Leases windows (buffers in host memory) to flats of gradients. Any thread. `writes_ahead`: whether the write of
+    the oldest window starts once the last free one is taken, or only when another flat needs it."""
 
     def __init__(self, pool: StagingPool, recorder: Recorder, *, writes_ahead: bool) -> None:
         self._pool, self._recorder = pool, recorder

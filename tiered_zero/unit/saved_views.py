@@ -132,7 +132,7 @@ class SavedViews:
 
     def begin(self) -> saved_tensors_hooks | None:
         """Set the hooks that save views by name, and return them for `end`; None if none were set. Raises ModelError if
-        the model was converted, or if a transform forbids hooks."""
+        user code has moved or converted the model (`module.half()`), or if a torch.func transform forbids hooks."""
         self._check_converted()
         if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             raise ModelError(_NO_TRANSFORM)

@@ -368,8 +368,8 @@ class StepEvents(Protocol):
         """Record that a backward is about to use a parameter, perhaps one that the user started without the engine."""
 
     def before_use(self, unit: Unit, pass_name: str) -> None:
-        """Record that a pass is about to gather and use `unit`. Called once for successive uses, and only with several
-        ranks: these must fetch units in the same order."""
+        """Record that a pass is about to gather and use `unit`. Called only with several ranks, because these must
+        fetch units in the same order. Several uses of one unit in a row, in one pass, give one call."""
 
     def before_weights_read(self) -> None:
         """Make every update visible, before weights are read between steps."""

@@ -92,8 +92,8 @@ class UpdatePolicy(ABC):
 
     def finish(self, *, before_write: bool = False) -> None:
         """Wait until every update so far is complete and visible to compute. Raises the error of an update that fails
-        now, and EngineFailedError if one has failed before. `before_write`: state or parameters will change; also drop
-        the state that was read ahead, and wait for a running save."""
+        now, and EngineFailedError if one has failed before. `before_write`: whether the caller will change state or
+        parameters; if so, also drop the state that was read ahead, and wait for a running save."""
         self._finish()
         if before_write:
             self._cancel_prefetch()
@@ -337,8 +337,8 @@ class EagerUpdate:
                         self._keep(segment.unit)
 
     def finish(self, gradients: StepGradients, after: Transfer) -> None:
-        """Queue the remaining sub-groups with a gradient, skip the others, and close the queue. `gradients`: those of
-        the whole step. `after`: ends when all work launched by compute so far is done."""
+        """Queue the remaining sub-groups with a gradient, skip the others, and close the queue. `gradients`: all
+        gradients of the step. `after`: a transfer that ends when all work launched by compute so far is done."""
         self._gradients.fill(gradients)
         skipped: list[StateLayout] = []
         for layout in self._layouts:

@@ -118,8 +118,8 @@ class ParamShards:
         return self.ranks if self.is_sharded else SingleRank()
 
     def read(self, call: str, act: Callable[[], Result]) -> Result:
-        """Run `act` on this rank, as all `readers` do, and return its result. If `act` raises on one of them, all
-        raise. `call`: what the ranks do, for error messages."""
+        """Run `act` on this rank, and return its result. If state is sharded, all ranks make this call together, and if
+        `act` raises on one of them, all raise. `call`: what the ranks do, for error messages."""
         return _run(self.readers, call, act)
 
     def change(self, call: str, act: Callable[[], Result]) -> Result:

@@ -153,8 +153,9 @@ class SubGroupIO:
         self, layout: StateLayout, param_kind: str, *, initialized: bool, reads: bool = True
     ) -> SubGroupWork | None:
         """Start to read a sub-group, and return its `SubGroupWork`; None if it needs a staging buffer and none is free.
-        `initialized`: whether the slot holds state in addition to masters. `reads`: False reads nothing, because the
-        caller replaces everything."""
+        `param_kind`: the kind of slot with the parameters, "param" or "param_back". `initialized`: whether the slot
+        holds state in addition to masters. `reads`: whether to read what the slots hold; False if the caller replaces
+        all of it."""
         home = self._inventory.home(layout.subgroup, "state")
         raw = home.tier.view(home.slot)
         staged, on_device = raw is None, home.tier.name == "device"
@@ -242,7 +243,8 @@ class SubGroupIO:
         return 0 if dtype is None else segment.numel * dtype.itemsize
 
     def read_gradients(self, work: SubGroupWork, gradients: GradientSource) -> None:
-        """Start to read the sub-group's gradients on NVMe, once. All of them must have arrived."""
+        """Start to read the gradients on NVMe of the sub-group in `work`, unless an earlier call has. Backward must
+        have completed all of them."""
         if not self._gradient_dtypes or work.grads is not None:
             return
         work.grads = []

@@ -74,7 +74,8 @@ class HugePagePool:
             self._vacant.append(self._stored.pop())
 
     def unmap(self, address: int, nbytes: int, keep: bool) -> None:
-        """Unmap the memory at `address`. `keep`: the store takes the huge pages for which it has room; False: none."""
+        """Unmap the memory at `address`. `keep`: whether the store takes as many of its huge pages as it has room for;
+        the other pages are freed."""
         with suppress(OSError):  # the rest is freed
             for index in range(min(nbytes // HUGE_PAGE_NBYTES, len(self._vacant)) if keep else 0):
                 self._move(address + index * HUGE_PAGE_NBYTES, self._vacant[-1])
