@@ -60,7 +60,8 @@ def parse_nbytes(text: str | int | float) -> int:
 
 
 def parse_hardware_nbytes(text: str) -> int:
-    """Parse a size or rate of hardware. Raises ValueError also for zero, and for less than 1 MiB without a unit."""
+    """Parse a size or rate of hardware. Raises ValueError also for zero, and for a number without a unit that would be
+    less than 1 MiB."""
     nbytes = parse_nbytes(text)
     if nbytes <= 0:
         raise ValueError(f"{text!r:.100} is not above zero")

@@ -210,7 +210,8 @@ class _Reference:
 @final
 @dataclass(eq=False, kw_only=True)
 class _Record:
-    """One moved storage. `key`: (storage, version). `counter`: see `SavedActivation`. `at`: first byte in the place."""
+    """One moved storage. `key`: (storage, version). `counter`: shares the version counter of the tensor that was moved.
+    `at`: its first byte in the place."""
 
     index: int
     key: tuple[int, int]

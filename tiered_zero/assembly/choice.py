@@ -252,7 +252,8 @@ class PlacementSearch:
         return settings, plan
 
     def _short_nbytes(self, plan: Plan) -> int:
-        """Return how many bytes the tier that computes lacks for the plan and the activations; 0 if they fit."""
+        """Return by how many bytes the plan and the activations are too large for the tier where the run computes; 0 if
+        they fit."""
         return max(0, -self._room_nbytes(plan, plan.request.computing_tier))
 
     def _room_nbytes(self, plan: Plan, tier: str) -> int:
@@ -373,7 +374,8 @@ def _paths(config: Config) -> tuple[str, ...]:
 
 
 def _free_nbytes(paths: Sequence[str], rates: Machine | None) -> int | None:
-    """Return the bytes free for swap files, on the disks of `rates` or else in `paths`; None if unknown."""
+    """Return the bytes free for swap files: the sum over the disks in `rates`, or if it has none, the least among the
+    disks of `paths`. None if unknown."""
     if rates is not None and rates.disks:
         sizes = [disk.nbytes for disk in rates.disks]
         return None if None in sizes else sum(filter(None, sizes))

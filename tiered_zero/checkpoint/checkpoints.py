@@ -130,8 +130,8 @@ class Checkpoints:
             tag.discard()  # does nothing if it was published
 
     def _write(self, tag: TagWriter, capture: Capture, ready: Transfer) -> None:
-        """Write this rank's share of the tag. Then, on rank 0, publish the shares of all ranks. `ready`: see
-        `Capture.write`."""
+        """Write this rank's share of the tag. Then, on rank 0, publish the shares of all ranks. `ready`: completes when
+        the device has computed all that is saved."""
         is_first = self._ranks.rank == 0
 
         def write() -> Share:
@@ -240,7 +240,8 @@ class Checkpoints:
 
     def adopt(self, adoption: Adoption, values: AdoptedValues, place: Callable[[], None]) -> None:
         """Resume from an in-place commit, in swap files that this run has taken over. `values`: reads the values of
-        buffers. `place`: see `load`. If it fails on one rank, every rank raises ModelError or StoreError."""
+        buffers. `place`: puts the model on its tiers, after the checks. If this fails on one rank, every rank raises
+        ModelError or StoreError."""
         checked: list[tuple[Matched, dict[str, Any]]] = []
         agree(self._ranks, f"{_LOAD}: its contents", lambda: checked.append(self._check(adoption.manifest, EVERYTHING)))
         place()
@@ -262,7 +263,8 @@ class Checkpoints:
         self._weights.end_update()
 
     def resume(self, found: FoundCheckpoint, place: Callable[[], None]) -> None:
-        """Load the checkpoint that the config names (tiered_zero.checkpoint.resume). `place`: see `load`."""
+        """Load the checkpoint that the config names (tiered_zero.checkpoint.resume). `place`: puts the model on its
+        tiers, after the checks."""
         self.resumed = found.path, self.load(found, EVERYTHING, place=place)
 
 

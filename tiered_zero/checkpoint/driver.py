@@ -260,8 +260,8 @@ def _extra_states(model: nn.Module) -> dict[str, Any]:
 
 
 def _restore_extra_states(model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Pass the saved extra states to their modules. Warn about states and modules that are left over. Raises
-    ModelError."""
+    """Pass the saved extra states to their modules. Warn about states without a module and modules without a state.
+    Raises ModelError if a module refuses its state."""
     own = {
         path: module
         for path, module in model.named_modules()

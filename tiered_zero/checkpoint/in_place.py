@@ -88,8 +88,9 @@ _CHUNK_NBYTES = MIB
 
 @final
 class Commits:
-    """Commits this rank's state in place. Called on the driver thread. `tiers`: the nvme tier of the state, and that of
-    the parameters if it is another one and is committed too. `layout`: from `run_fingerprint`."""
+    """Commits this rank's state in place. Called on the driver thread. `tiers`: the nvme tier of the state, and the
+    nvme tier of the parameters if that is another one and is committed too. `layout`: a hash of where bytes lie, from
+    `run_fingerprint`."""
 
     def __init__(self, state: RunState, tiers: Sequence[NvmeTier], copies: DurableCopies, layout: str) -> None:
         self._state = state

@@ -319,7 +319,8 @@ class TensorReader:
         self.submit(targets)()
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Read the row-major elements [start, stop) of a tensor, 1-D on the CPU. Raises what `submit` raises."""
+        """Read the row-major elements [start, stop) of a tensor, 1-D on the CPU. Raises TransferError, StoreError and
+        CorruptionError."""
         entry = self.manifest.tensors[key]
         stop = entry.numel if stop is None else stop
         values = torch.empty(stop - start, dtype=torch_dtype(entry.dtype))
@@ -509,7 +510,8 @@ class StateLoader:
         self, layout: StateLayout, work: SubGroupWork, keeps: bool, filled: Sequence[tuple[int, int]]
     ) -> torch.Tensor:
         """Return memory for a sub-group's masters, [numel] fp32: the slot's own, or a new array if the slot stores
-        remainders. `keeps`: begin with the present values. `filled`: the ranges of parameters; all else is zeros."""
+        remainders. `keeps`: whether a new array begins with the present masters, or else with zeros. `filled`: the
+        ranges of parameters; in the slot's own memory all other elements are set to 0."""
         numel, device = layout.subgroup.numel, work.raw.device
         if not layout.masters.needs_params:
             masters = layout.master(work.raw)
@@ -561,7 +563,8 @@ class StateLoader:
     # -- parameters without a master -----------------------------------------------------------------------------------
 
     def _load_unit(self, unit: Unit) -> None:
-        """Write the parameters of a unit that no update writes to each of its homes."""
+        """Write the parameters of `unit`, which no update writes, to each of its homes, or if it has none, to the
+        device."""
         inventory = self._state.inventory
         homes = [home for kind in ("param", "param_back") if (home := inventory.find(unit, kind)) is not None]
         if inventory.find(unit, "param") is None:

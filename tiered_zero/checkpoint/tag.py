@@ -129,7 +129,8 @@ class Commit(StrictModel):
 
 @contextmanager
 def refused(path: Path) -> Iterator[None]:
-    """Return a context manager that turns a ValueError into a StoreError: `path` holds no commit of a run."""
+    """Return a context manager that turns a ValueError into a StoreError, which says that `path` holds no in-place
+    commit of a run."""
     try:
         yield
     except ValueError as error:
@@ -258,7 +259,7 @@ _FOREIGN: Final = {
 
 
 def _foreign(names: Iterable[str]) -> str:
-    """Return the text of `_FOREIGN` for a directory with these files; "" if no pattern matches."""
+    """Return the text in `_FOREIGN` that says what a directory with these files holds; "" if no pattern matches."""
     found = (what for pattern, what in _FOREIGN.items() if any(re.fullmatch(pattern, name) for name in names))
     return next(found, "")
 

@@ -115,7 +115,8 @@ def _refused(path: str, why: str, *allowed: Any) -> Key:
 
 
 def _refused_sections(why: str, *names: str, on: bool = False) -> list[Key]:
-    """Return refused keys for the sections `names`. `on`: also refuse a section without `enabled`, if it has values."""
+    """Return refused keys for the sections `names`. `on`: whether a section without `enabled` is refused too, if it has
+    values."""
     return [Key(path=name, fate=Fate.REFUSED, why=why, default={} if on else {"enabled": False}) for name in names]
 
 

@@ -246,8 +246,9 @@ def _nearest(path: str) -> str:
 
 
 def _batch(values: dict[str, Any], world_size: int, reading: Reading, to_train: bool) -> dict[str, int]:
-    """Return all three batch sizes; missing ones follow from train = micro * accumulation * ranks. `to_train`: see
-    `load`. Raises ConfigError if too few are given, or if they contradict each other."""
+    """Return all three batch sizes; missing ones follow from train = micro * accumulation * ranks. `to_train`: False:
+    if "auto" leaves train and micro open, micro is 1. Raises ConfigError if too few are given, or if they contradict
+    each other."""
     given: dict[str, int | None] = {}
     for name in _BATCH:
         try:

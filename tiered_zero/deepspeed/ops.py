@@ -61,7 +61,8 @@ def FusedAdam(
 
 
 def _check_groups(params: list[Any]) -> None:
-    """Raise ConfigError for a param group of an optimizer other than Adam: Accelerate passes the groups of any."""
+    """Raise ConfigError for a param group of an optimizer other than Adam: whichever optimizer a script has made,
+    Accelerate passes its groups to DeepSpeedCPUAdam."""
     for group in params:
         if not isinstance(group, dict) or "lr" not in group or "amsgrad" in group:
             continue  # of no optimizer, or of torch's Adam

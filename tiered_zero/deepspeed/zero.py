@@ -70,8 +70,8 @@ def GatheredParameters(
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Gather weights for a `with` block, by `tiered_zero.gathered`. `modifier_rank`: every rank gets this rank's
-    changes; None: a change raises ModelError. Does nothing before `initialize`, or if `enabled` is false."""
+    """Gather weights for a `with` block, by `tiered_zero.gathered`. `modifier_rank`: the rank whose changes every rank
+    gets; None: a change raises ModelError. Does nothing before `initialize`, or if `enabled` is false."""
     num_ranks = get_world_size()
     if modifier_rank is not None and modifier_rank not in range(num_ranks):
         raise ModelError(

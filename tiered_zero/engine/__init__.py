@@ -1,4 +1,4 @@
-"""Provide the engine that a user calls, and order the events of a step.
+"""Provide the engine that a user calls, and run the parts of a step in order.
 
 Promise: `TrainStep` alone decides what happens in which order; the movers (parameters, gradients, updates) do not know
 each other. If a call fails, `Entrance` drops the step; if the update has begun, it latches the engine. Owner: the

@@ -1,4 +1,4 @@
-"""Define the engine that a user calls. train_step.py orders the events behind its calls."""
+"""Define the engine that a user calls. train_step.py makes its steps."""
 
 from __future__ import annotations
 

@@ -318,8 +318,9 @@ class Entrance:
 
     @contextmanager
     def call(self, phase: Phase) -> Iterator[None]:
-        """Run the block as one call in `phase`. If the block raises, clean up as `_end_failed` says. Then raise the
-        block's error, or an earlier one that no call has raised yet."""
+        """Run the block as one call in `phase`. If the block raises, drop the step (after an Exception in a forward,
+        only end its uses of units), and latch the engine if the run cannot go on. Then raise the block's error, or an
+        earlier one that no call has raised yet."""
         try:
             self._phase.now = phase
             yield
@@ -463,7 +464,8 @@ class Entrance:
             movers.pager.driver.was_broken_off = False
 
     def drop_gradients(self, are_taken: bool = False) -> None:
-        """Drop the step's gradients. `are_taken`: the update has taken them; drop what hooks assigned later."""
+        """Drop the step's gradients. `are_taken`: whether the update has taken them; then only those are dropped that
+        came later."""
         gradients = self._movers.gradients
         self._arrivals.reset()
         gradients.hide()

@@ -1,4 +1,4 @@
-"""Order the events within a step: only this file knows parameters, gradients and updates together."""
+"""Run the parts of a step in order: only this file knows parameters, gradients and updates together."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NO_OPTIMIZER = (
 
 
 class TrainStep:
-    """Orders the events of one engine's steps, and holds no reference to the engine.
+    """Runs the parts of one engine's steps in order, and holds no reference to the engine.
 
     Module hooks, parameters and the engine call it, on the driver thread, or on autograd's thread while the driver
     waits in backward.

@@ -257,7 +257,9 @@ class LossScaler:
 
 @dataclass(frozen=True, kw_only=True)
 class OverflowCounts:
-    """Counts of steps with gradients that are not finite. `nonfinite_in_a_row` includes steps that were applied."""
+    """Counts of steps with gradients that are not finite. `skipped`: all that were skipped. `skipped_in_a_row`: those
+    skipped since a step was last applied. `nonfinite_in_a_row`: all, skipped or applied, since the last step with
+    finite gradients."""
 
     skipped: int = 0
     skipped_in_a_row: int = 0

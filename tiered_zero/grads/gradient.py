@@ -114,8 +114,9 @@ class UnitGradients:
         windows: FlatWindows | None = None,
         cuts: Iterable[int] = (),
     ) -> UnitGradients:
-        """Reserve one slot of `nbytes` on `tier`, or two with `has_spare`. `windows`: for gradients on NVMe. `cuts`:
-        the first element, in the unit's flat, of each part that the update reads."""
+        """Reserve one slot of `nbytes` on `tier`, or two with `has_spare`. `windows`: lends host memory to gradients on
+        NVMe; not needed on other tiers. `cuts`: the first element, in the unit's flat, of each part that the update
+        reads."""
         start = 0 if shard is None else shard.start
         numel = unit.numel if shard is None else len(shard)
         padding = tuple(_padding(unit)) if shard is None else ()

@@ -41,10 +41,11 @@ NO_MARK = 1 << 62
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """How gradients are reduced. `buckets`: all, in order. `gathers`: whether every rank gets the whole average, not
-    only its shards. `before`: the divisor of gradients. `after`: the divisor of their sums. `dtype`: that of the sums;
-    None: the dtype of the gradients. `overlaps`: whether backward goes on while a bucket is reduced. `shards_params`:
-    whether backward gathers parameters. `in_backward`: whether the last backward of a step reduces whole gradients."""
+    """How gradients are reduced. `buckets`: all buckets, in the order of their reduction. `gathers`: whether every rank
+    gets the whole average, not only its shards. `before`: what gradients are divided by before they are summed.
+    `after`: what the sums are divided by. `dtype`: the dtype of the sums; None: that of the gradients. `overlaps`:
+    whether backward goes on while a bucket is reduced. `shards_params`: whether backward gathers parameters.
+    `in_backward`: whether the last backward of a step reduces whole gradients."""
 
     buckets: Sequence[Bucket]
     gathers: bool
@@ -70,7 +71,8 @@ class GradientReducer:
     * If backward gathers parameters, a bucket is reduced once backward has passed its units.
     * When backward ends, the remaining buckets are reduced as they are.
 
-    A gradient that comes after its bucket waits for step(), or for the next backward, which reduces it first.
+    A gradient that comes after its bucket was reduced waits for step(), or for the next backward, which reduces it
+    first.
 
     [Note: Whole gradients in backward] With `overlap_comm` and gradients on the device, the last backward of a step
     reduces in the same way, from flats that hold sums over micro-batches. This rank's shard of a reduced unit then
@@ -300,7 +302,7 @@ class GradientReducer:
         """Exchange `flags` with all ranks. Return for each flag whether any rank has set it.
 
         `call`: (_STEP, step, micro-batch), or (_BACKWARD, step, number of the backward). Raises RankError on every rank
-        if two ranks make different calls, or have added up different numbers of reductions."""
+        if two ranks make different calls, or have made different numbers of reductions in this step."""
         kind, number, part = call
         bits = sum(flag << place for place, flag in enumerate(flags))
         packed = bits.to_bytes((len(flags) + 7) // 8, "little")
@@ -321,8 +323,9 @@ class GradientReducer:
         return [bool(either >> place & 1) for place in range(len(flags))]
 
     def _add_squares(self, squares: float, bad: int, group_values: bytes) -> tuple[float, int]:
-        """Return the sum of all ranks' `squares`, added in rank order, and the lowest `bad`. `group_values`: the values
-        of param groups, as JSON. Raises RankError if they differ between ranks."""
+        """Return the sum of all ranks' `squares`, added in rank order, and the lowest `bad`. `bad`: the index of this
+        rank's first parameter whose gradient is not finite, or NONE_BAD. `group_values`: the values of param groups, as
+        JSON. Raises RankError if they differ between ranks."""
         message = _SQUARES.pack(squares, bad, crc32(group_values))
         found = [_SQUARES.unpack(each) for each in self._collectives.exchange(message, "the gradient norm")]
         if len({values for _, _, values in found}) > 1:

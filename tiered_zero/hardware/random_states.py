@@ -74,7 +74,8 @@ def _numpys_generator() -> str:
 
 
 def _accelerators() -> Any:
-    """Return torch's module for the accelerators, such as torch.cuda; None if none with generators is in use."""
+    """Return torch's module for the accelerators, such as torch.cuda; None if no accelerator is in use, or if it has no
+    random generators."""
     found = torch.accelerator.current_accelerator()
     module = None if found is None else torch.get_device_module(found.type)
     is_used = getattr(module, "is_initialized", lambda: module is not None)()

@@ -135,9 +135,9 @@ def bind_to_share(ranks: Collectives, device: torch.device, system: Path = SYSTE
 
 
 def share_of(places: Mapping[int, Place], nodes: Sequence[int | None], index: int) -> list[int]:
-    """Return the processors of rank `index` of `len(nodes)` ranks; an empty list if there are too few. `places`: of all
-    processors to divide. `nodes`: the NUMA node of each rank's GPU. If all are known, the ranks of a node divide its
-    processors. If one is None, all ranks divide all processors."""
+    """Return the processors of rank `index` of `len(nodes)` ranks; an empty list if there are too few. `places`: the
+    processors to divide, each with its place. `nodes`: the NUMA node of each rank's GPU. If all are known, the ranks of
+    a node divide its processors. If one is None, all ranks divide all processors."""
     ordered = sorted(places, key=lambda cpu: (places[cpu], cpu))  # neighbours share a core or a node
     num_sharing, number = len(nodes), index
     if None not in nodes:

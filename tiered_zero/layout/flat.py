@@ -185,8 +185,8 @@ class UnitRules:
     """How to cut a model into units.
 
     `size_cap_numel`: the most elements of a unit; None: `find_units` chooses. `persistence_numel`: parameters of at
-    most this many elements never leave the device, up to `max_persistent_numel` elements in total. `whole_params`: each
-    rank owns whole parameters.
+    most this many elements never leave the device, up to `max_persistent_numel` elements in total. `whole_params`:
+    whether each rank owns whole parameters.
     """
 
     size_cap_numel: int | None = None

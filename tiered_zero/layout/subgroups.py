@@ -94,7 +94,8 @@ class Segment:
         return self.numel * self.unit.itemsize
 
     def entries(self) -> Iterator[tuple[FlatEntry, int, int]]:
-        """Yield the parameters with elements in the segment, with their range [first, stop) in the unit's flat."""
+        """Yield each parameter that has elements in the segment, and the range [first, stop) of these elements in the
+        unit's flat."""
         for entry in self.unit.entries:
             first, stop = max(entry.start, self.unit_start), min(entry.stop, self.unit_start + self.numel)
             if first < stop:

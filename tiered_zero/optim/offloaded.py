@@ -375,8 +375,8 @@ def _read_offload(offload: Mapping[str, Any]) -> Config:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Run:
-    """The parts of an offloaded optimizer whose tiers are open. `resources` closes them. `watch` raises if param groups
-    were changed by hand."""
+    """What an offloaded optimizer has while its tiers are open. `resources`: closes them. `watch`: raises if the user
+    has changed param groups in a way that the run cannot follow."""
 
     params: UserParameters
     units: Sequence[Unit]

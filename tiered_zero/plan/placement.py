@@ -161,8 +161,8 @@ def list_slots(
     *,
     delayed: bool,
 ) -> list[PlannedSlot]:
-    """List the slots of a run in the order in which they are reserved: units, sub-groups, buffers. `delayed`: each unit
-    that is updated has a second slot for parameters."""
+    """List the slots of a run in the order in which they are reserved: units, sub-groups, buffers. `delayed`: whether
+    each unit that is updated has a second slot for parameters."""
     commits, is_half = request.config.tiered_zero.checkpoint.in_place, request.state_format == "bf16_remainder"
     held = {index for subgroup in subgroups for index in subgroup.parts}
     slots: list[PlannedSlot] = []

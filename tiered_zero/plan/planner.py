@@ -83,7 +83,8 @@ class Plan:
     """Every size, placement and policy of a run.
 
     `in_flight_nbytes`: the most bytes of gradients on their way to the host, or to other ranks. `grad_itemsize`: bytes
-    of a gradient's element as autograd makes it. `activations`: None: they stay on the device.
+    of a gradient's element as autograd makes it. `activations`: how activations are offloaded; None: they stay on the
+    device.
     """
 
     tiers: Placement

@@ -472,8 +472,8 @@ class RecordReader:
 @final
 @dataclass(eq=False, kw_only=True)
 class _Appended:
-    """A record that is being written, from byte `offset` of the file on. `parts`: one list for each append. A thread
-    computes checksums and adds the ranges to it."""
+    """A record that is being written, from byte `offset` of the file on. `parts`: for each append a list, to which a
+    thread adds the ranges with their checksums."""
 
     offset: int
     nbytes: int = 0
@@ -486,8 +486,8 @@ class RecordWriter:
     to give it up, call `close` alone."""
 
     def __init__(self, path: Path, engine: IOEngine | None = None, *, needed_nbytes: int = 0) -> None:
-        """`path`: the data file; the first `append` makes it. `engine`: None: the first `append` chooses one.
-        `needed_nbytes`: bytes that will be appended in all; 0 if unknown."""
+        """`path`: the data file; the first `append` makes it. `engine`: writes the file; None: the first `append`
+        chooses one. `needed_nbytes`: bytes that will be appended in all; 0 if unknown."""
         self._path = path
         self._engine, self._own_engine = engine, engine is None
         self._file: File | None = None

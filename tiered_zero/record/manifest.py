@@ -309,8 +309,8 @@ def choose(
 
 
 def load_at(dir_fd: int, directory: Path) -> tuple[Manifest | None, Manifest | None]:
-    """Return what `load` returns, from the open directory `dir_fd`. `directory`: its path. Raises OSError,
-    StoreError."""
+    """Return the committed and the prepared manifest of the open directory `dir_fd`; None for one that is absent, or a
+    prepared one that is damaged. `directory`: its path. Raises OSError, StoreError."""
     current = None
     with suppress(FileNotFoundError):
         current = _read(dir_fd, directory / MANIFEST_NAME)

@@ -174,8 +174,9 @@ class SwapStore:
 
     def read(self, record: Record, into: memoryview, offset: int = 0, *, urgent: bool = False) -> Transfer:
         """Start to read the record from its byte `offset` on into `into`. Offset, size and address are multiples of a
-        page. `urgent`: see IOEngine.read. Raises StoreError for bytes that were never written. The transfer raises
-        TransferError, and CorruptionError if the bytes differ from what was written."""
+        page. `urgent`: whether the I/O engine takes this read before all other requests. Raises StoreError for bytes
+        that were never written. The transfer raises TransferError, and CorruptionError if the bytes differ from what
+        was written."""
         self._check()
         into = memoryview(into).cast("B")
         request = InFlight(kind="read", start=offset, end=offset + len(into))

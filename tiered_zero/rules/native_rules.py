@@ -182,7 +182,8 @@ class NativeRule(UpdateRule):
         return self._own_scalars(self._reference.import_state(values, state, self._completed(hyper)))
 
     def update(self, runs: Sequence[Run]) -> None:
-        """Make one step on every run. Raises InternalError, with nothing written, for arrays unlike those of `Run`."""
+        """Make one step on every run. Raises InternalError, with nothing written, for arrays whose lengths, dtypes or
+        memory the kernel cannot take."""
         alike: dict[Hashable, list[Run]] = {}
         for run in runs:
             alike.setdefault(self.kind_of(run), []).append(run)

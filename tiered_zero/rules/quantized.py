@@ -139,7 +139,7 @@ def _part(run: Run, start: int, stop: int) -> Run:
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, kernel: UpdateKernel | None) -> None:
     """Compute `values`, [n] fp32, from `codes`, [n] int8 (first moments) or uint8 (second moments), and `scales`, one
-    per block. `kernel`: None: torch computes."""
+    per block. `kernel`: computes them; None: torch does."""
     if kernel is not None:
         kernel.convert(_moments(codes, scales, values))
         return

@@ -512,7 +512,8 @@ class TorchRule(UpdateRule):
         ]
 
     def advance_groups(self, groups: Sequence[dict[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> None:
-        """Make one step's changes in the user's param groups, as a trial step on a small parameter finds them."""
+        """If the class changes its param groups in a step, make one step's changes in the user's `groups`. A trial step
+        on a small parameter finds them. `frozen`: the values of the groups before the step."""
         self._expected = []
         if not self.keeps_group_state:
             return

@@ -81,7 +81,7 @@ class Tier(ABC):
         done.
 
         `after`: the write to a device slot begins after this transfer; None: after all work that compute has launched
-        so far. A lane must pass a transfer."""
+        so far. A call on a lane's thread must give `after`."""
 
     @abstractmethod
     def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:

@@ -331,7 +331,7 @@ def offloaded_error(
     function: str, param: str, tier: str, dtype: torch.dtype, device: torch.device
 ) -> ParameterOffloadedError:
     """Return the error for `function`, which would read or convert an offloaded parameter. `tier`: the tier of its
-    home. `dtype`, `device`: those of the parameter in use."""
+    home. `dtype`, `device`: what the parameter has while it is in use."""
     if function in _CONVERSIONS:
         return ParameterOffloadedError(
             f"{function} cannot move or convert parameter {param!r}: it is {dtype} on {device} wherever it is used, "

@@ -163,7 +163,7 @@ class ParamCopies:
         return self._depth > 0
 
     def start(self, before_weights_read: Callable[[], None], params: Iterable[nn.Parameter]) -> None:
-        """Begin the state_dict of a module. Of nested ones only the outermost calls `before_weights_read`. Raises
+        """Begin the state_dict of a module. Unless it is nested in another one, call `before_weights_read`, and raise
         BudgetError if sharded `params` do not fit into host memory as whole copies."""
         if self.was_broken_off():
             self._driver.was_broken_off = True

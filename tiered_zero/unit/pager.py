@@ -319,7 +319,7 @@ class Pager:
         raise offloaded_error(function, name, tier, paged.unit.dtype, self._accelerator.device)
 
     def _fault_in_saved(self, unit_index: int, version: int | None) -> FlatStorage:
-        """Fetch a unit for a saved view, and return its storage. `version`: that of the unit when the view was saved;
+        """Fetch a unit for a saved view, and return its storage. `version`: the unit's version when the view was saved;
         None: any. Raises ModelError if the unit's weights have changed since."""
         paged = self.units.by_index[unit_index]
         if torch._C._current_graph_task_id() != self.phase.task:
@@ -389,8 +389,8 @@ class Pager:
                 paged.storage.begin_watch()
 
     def begin_back_update(self) -> None:
-        """Prepare `swap_param_buffers` for a delayed update: it writes the "param_back" homes while compute reads the
-        "param" homes."""
+        """Prepare `swap_param_buffers` for a delayed update, which writes the "param_back" homes while compute reads
+        the "param" homes."""
         find, units = self._inventory.find, [paged.unit for paged in self.units if not paged.is_resident]
         homes = [(unit, back, find(unit, "param")) for unit in units if (back := find(unit, "param_back")) is not None]
         self._swapped = {(unit, "param"): back for unit, back, _ in homes}
@@ -407,8 +407,8 @@ class Pager:
         self.end_update()
 
     def block_for_update(self) -> None:
-        """Guard or evict every trainable unit when the step is taken, so that its next use waits for its own update.
-        Unblock the units whose update began in backward."""
+        """Guard or evict every trainable unit in step(), so that its next use waits for its own update. Units whose
+        update began in backward are guarded or evicted already: unblock them."""
         begun = {paged for paged in self.units if paged.weights is WeightState.UPDATING}
         self.unblock()
         for paged in self.units:
@@ -420,7 +420,7 @@ class Pager:
         self.cache.refuse()
 
     def block_unit_for_update(self, unit: Unit) -> bool:
-        """Make every use of a unit raise until the step is taken, because its update begins in backward. Return False,
+        """Make every use of a unit raise until step() is called, because its update begins in backward. Return False,
         with nothing changed, if the unit is in use or other code holds a view of it."""
         paged = self.units.by_index[unit.index]
         if paged.storage.is_viewed or (paged.num_users and not paged.is_resident):
@@ -434,7 +434,7 @@ class Pager:
         return True
 
     def unblock(self) -> None:
-        """Undo `block_unit_for_update`: the step is taken, or the updates were dropped before they began."""
+        """Undo `block_unit_for_update`: step() is called, or the updates were dropped before they began."""
         for paged in self.units:
             paged.unblock()
 

@@ -44,8 +44,8 @@ class SavedView:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedWrapper:
-    """What autograd keeps in place of a view of a flat inside a torch.func transform. `wrapper`: the transform's, which
-    cannot be made anew. `view`: keeps the unit's memory. `inner`: the view by name."""
+    """What autograd keeps in place of a view of a flat inside a torch.func transform. `wrapper`: the transform's tensor
+    around the view, which cannot be made anew. `view`: keeps the unit's memory. `inner`: the view by name."""
 
     wrapper: torch.Tensor
     view: torch.Tensor

@@ -318,7 +318,7 @@ class WeightState(Enum):
     """Which weights a fetch from the unit's home brings.
 
     * CURRENT: those of the last step. The fetch waits for what still runs of that step's update.
-    * UPDATING: those of the step before step() is called: its update began in backward. Any use of the unit raises.
+    * UPDATING: those of a step whose step() is not called yet: the update began in backward. Any use raises.
     * STALE: older ones than on the device, where user code has written. What it wrote is dropped when the use ends."""
 
     __hash__ = object.__hash__
@@ -434,7 +434,7 @@ class PagedUnit:
             self._change(UnitState.IN_USE, WeightState.STALE)
 
     def block(self) -> None:
-        """Enter UPDATING, in which any use of the unit raises: its update has begun before the step is taken."""
+        """Enter UPDATING, in which any use of the unit raises: its update has begun, and step() is not called yet."""
         if self.weights is not WeightState.UPDATING:  # a second backward finds it blocked
             self._change(self.state, WeightState.UPDATING)
 

@@ -76,8 +76,8 @@ class UpdatePolicy(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Prepare a step: finish the updates under way, and keep compute from weights that are about to change. If this
-        raises, no weight has changed, except by updates that began in backward."""
+        """Prepare a step: finish the updates under way, and let compute use no weights that this step is about to
+        change. If this raises, no weight has changed, except by updates that began in backward."""
 
     @abstractmethod
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
@@ -148,8 +148,9 @@ class UpdatePolicy(ABC):
         return  # with an exact policy each use of a unit waits for its update
 
     def at_cut(self, job: Callable[[], None]) -> Transfer:
-        """Run `job` between two updates, as `run_behind` does. Return a transfer that completes when the job ends, and
-        carries its error. Raises ModelError as `check_untouched` does, and EngineFailedError after a failure."""
+        """Run `job` between two updates: on the update lane behind the update under way, or in this call if updates run
+        inside step(). Return a transfer that completes when the job ends, and carries its error. Raises ModelError if
+        an update that began in backward still waits for its step(), and EngineFailedError after a failure."""
         self.check_untouched("State is to be saved")
         self.check()
         cut = Completion()
@@ -512,7 +513,7 @@ class OverlappedPolicy(UpdatePolicy):
 
 class DelayedPolicy(UpdatePolicy):
     """Runs updates one step late: `delayed`. Updates write to the back slots, a second set of slots for parameters.
-    `exact`: runs the updates of the first `start_step` steps; its lane runs all."""
+    `exact`: runs the updates of the first `start_step` steps; its lane runs the later ones too."""
 
     def __init__(self, exact: OverlappedPolicy, start_step: int) -> None:
         super().__init__(exact._pipeline, exact.pager)

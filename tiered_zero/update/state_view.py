@@ -253,7 +253,8 @@ class StateView:
     def _leased(
         self, layout: StateLayout, read: slice, write: slice | None = None
     ) -> AbstractContextManager[torch.Tensor]:
-        """Return a context manager that lends the bytes of a sub-group's slot. `read`, `write`: see `leased_slot`."""
+        """Return a context manager that lends the bytes of a sub-group's slot. If the slot is on NVMe, it reads the
+        range `read` of them before the block, and writes the range `write` after it."""
         return leased_slot(self.inventory.home(layout.subgroup, "state"), self.staging, read, write)
 
     def initialize(

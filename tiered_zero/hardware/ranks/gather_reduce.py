@@ -168,7 +168,8 @@ class DeviceCollectives:
             ) from error
 
     def _try(self, call: Callable[[str, str], CollectiveCall]) -> None:
-        """Run a gather and a reduction: many backends connect only then, and a failure should be raised here."""
+        """Run a first gather and a first reduction: many backends connect only in these, and a failure should be raised
+        here. `call(group, kind)`: counts a collective."""
         ranks = torch.arange(self._world_size, device=self._accelerator.device)
         rows, others = split_rows(ranks, None, self._world_size), torch.empty_like(ranks)[1:]
         own, after = rows[self._rank], [self._accelerator.record_compute()]

@@ -171,8 +171,8 @@ class RankFailures:
             self.recorder.add("compute", "wait_ranks", what, start_s, end_s)
 
     def post_wait(self, what: str, call: CollectiveCall | None) -> None:
-        """Post that this rank waits for `what`; "": that it does not wait. `call`: the collective in which the driver
-        waits, or None."""
+        """Post that this rank waits for `what`, or if `what` is "", that it does not wait. `call`: the collective in
+        which the driver waits, or None."""
         if not THIS_THREAD.is_lane:
             self._driver_waits = call is not None
         with suppress(Exception):
