@@ -278,8 +278,9 @@ def file_name(rank: int) -> str:
 
 @final
 class RankPart(StrictModel):
-    """One rank's part of a commit. `stores`: where its swap files are, the state's first. `layout`: from
-    `in_place.run_fingerprint`. `initialized`: indices of its sub-groups that have state."""
+    """One rank's part of a commit. `stores`: where its swap files are; the store of the state comes first. `layout`:
+    the hash of `in_place.run_fingerprint`, which a run that adopts the commit must have. `initialized`: indices of its
+    sub-groups that have state."""
 
     stores: Annotated[list[StoreLocation], Field(min_length=1, max_length=2)]
     layout: str

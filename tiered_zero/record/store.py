@@ -644,8 +644,8 @@ class RecordTable:
                 self._states[name].durable = RangeMap(ranges)
 
     def revert(self) -> None:
-        """Set the records that take part in commits back to the last commit. Records that it does not have become
-        empty. Raises StoreError if one of them is in use or frozen."""
+        """Set the records that take part in commits back to the last commit. A record that the last commit lacks is
+        empty then. Raises StoreError if a record to set back is in use or frozen."""
         with self._lock:
             states = [state for state in self._states.values() if state.record.committed]
             for state in states:

@@ -383,7 +383,8 @@ class Accelerator(ABC):
         return None
 
     def alias(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return a second tensor over the memory of `flat`, for threads that may hold it for some time."""
+        """Return a second tensor over the memory of `flat`, for a collective: its threads may hold the tensor a little
+        longer than the call."""
         return flat.data
 
     def poison(self, flat: torch.Tensor, dtype: torch.dtype | None = None) -> None:
