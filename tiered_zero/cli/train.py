@@ -20,9 +20,18 @@ from tiered_zero.cli.console import CONFIG_FILE, DEMO_MODEL, DEMO_STEPS, DIRECTO
 @click.option("--seed", type=int, default=0, show_default=True, help="Random seed for weights and batches.")
 @click.option("--trace", type=click.Path(dir_okay=False), help="Write a Chrome trace (opens in Perfetto).")
 @click.option("--report", type=click.Path(dir_okay=False), help="Write the run's record, for `tiered-zero report`.")
-@click.option("--save", type=DIRECTORY, metavar="DIR", help="Save here: at the end, and on SIGTERM and Ctrl-C.")
+@click.option(
+    "--save",
+    type=DIRECTORY,
+    metavar="DIR",
+    help="Save here: at the end, and on SIGTERM and Ctrl-C. Without --resume DIR must hold no checkpoints.",
+)
 @click.option("--save-every", type=click.IntRange(min=1), metavar="N", help="With --save: every N steps too.")
-@click.option("--resume", is_flag=True, help="With --save: go on from the newest complete checkpoint there.")
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="With --save: go on from the newest complete checkpoint there. Model, data, batch and seed must be the same.",
+)
 @JSON_OPTION
 @click.pass_context
 def train(ctx: click.Context, /, save: Path | None, save_every: int | None, resume: bool, **others: Any) -> None:
