@@ -104,7 +104,7 @@ def _find(resume: str, warnings: list[str]) -> FoundCheckpoint | None:
 
 
 def check_directories(keys: Mapping[tuple[str, ...], str]) -> list[str]:
-    """Make the missing swap directories, and return warnings about swap directories. `keys`: the directories of one
+    """Make the swap directories that are missing, and return warnings about any of them. `keys`: the directories of one
     store -> the config key that names them. Raises ConfigError and StoreError."""
     make_missing(keys)
     by_path = {path: key for paths, key in keys.items() for path in paths}

@@ -146,8 +146,8 @@ NUM_CUTS_KEPT = 4
 
 
 class _Cut:
-    """Makes the rule, units and sub-groups of a model. Keeps the last results, for a search that plans many
-    placements."""
+    """Makes the rule, units and sub-groups of a model. Caches the last results, because a search for a placement plans
+    the model many times."""
 
     def __init__(self, model: nn.Module, specs: dict[nn.Parameter, ParamSpec], source: Optimizer) -> None:
         self.model, self.specs, self.source = model, specs, source

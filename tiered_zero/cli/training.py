@@ -39,7 +39,8 @@ _STATE_KEY, _LOSS = "tiered_zero.train", "loss"
 
 
 def check_options(directory: Path, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError if `options` are not those of the newest checkpoint in `directory`. Raises StoreError."""
+    """Raise ConfigError if one of `options` has another value than in the newest checkpoint in `directory`. Raises
+    StoreError."""
     with open_reader(find_checkpoint(directory)) as reader:
         saved = read_client_state(reader.manifest.driver).get(_STATE_KEY)
     if not isinstance(saved, dict):

@@ -275,9 +275,9 @@ _CAUGHT = "an exception that its program has caught"
 
 @final
 class Entrance:
-    """Begins and ends each call of an engine, and follows a `loss.backward()` of the user. If one fails, it drops the
-    step; if the update has begun, it also latches the engine. Used on the driver thread, or on autograd's while the
-    driver waits."""
+    """Begins and ends each call of an engine, and a `loss.backward()` that the user calls. If a forward fails, it ends
+    that forward's uses of units. If another call fails, it drops the step, and latches the engine if the update has
+    begun. Used on the driver thread, or on autograd's while the driver waits."""
 
     def __init__(
         self,

@@ -115,8 +115,8 @@ class SwapStore:
         recorder: Recorder | None = None,
     ) -> SwapStore:
         """Open the last committed state of a run that has ended. `directory`: from `SwapDir.open`. `step`: open the
-        state of this step, committed or prepared. `metadata`: items that the state must have. Raises StoreError if
-        there is no such state, or a file is missing or damaged."""
+        state of this step, committed or prepared. `metadata`: items that the state's metadata must have. Raises
+        StoreError if there is no such state, or a file is missing or damaged."""
         first = directory.paths[0]
         chosen, is_committed = manifest.choose(first, step, metadata)
         nbytes = chosen.capacity_nbytes

@@ -91,8 +91,8 @@ class RunRecord:
 
 
 class PrivateFile:
-    """A text file with mode 0600, written during training. An existing file is renamed. After a write that fails, as on
-    a full disk, the file is closed with a warning, and training goes on."""
+    """A text file with mode 0600, written during training. The constructor renames an existing file. After a write that
+    fails, as on a full disk, the file is closed with a warning, and training goes on."""
 
     def __init__(self, path: str | os.PathLike[str], setting: str) -> None:
         """Create the file. `setting`: the config key that names the file, for messages. Raises ConfigError."""

@@ -143,8 +143,8 @@ class NvmeTier(Tier):
             raise
 
     def _copier(self, compute: Transfer, in_place: bool) -> StartCopy:
-        """Return a function that starts a copy to the device, after `compute`. If `in_place`, the function copies
-        before it returns."""
+        """Return a function that starts a copy to the device on a lane, after `compute`. `in_place`: whether the
+        function copies on the calling thread instead, before it returns."""
         copy = self._accelerator.copy
 
         def copy_at_once(target: torch.Tensor, source: torch.Tensor) -> Transfer:

@@ -169,7 +169,8 @@ class TierRack:
 
 
 def scratch_needs(config: Config, plan: Plan) -> dict[str, tuple[tuple[str, ...], int]]:
-    """Return kind -> (directories, bytes) for gradients and activations on NVMe. No commit includes them."""
+    """Return "gradient" and "activation" -> (swap directories, bytes that the plan puts there); a kind without such
+    bytes is left out. No commit includes these bytes."""
     paths = {
         "gradient": config.zero_optimization.offload_optimizer.nvme_paths,
         "activation": config.tiered_zero.activations.nvme_paths,

@@ -118,7 +118,7 @@ class DriverThread:
         self._in_backward = None
 
     def check(self, call: str) -> None:
-        """Raise ModelError if another thread is inside. `call`: what the user called, for the error."""
+        """Raise ModelError if another thread is inside the engine. `call`: what the user called, for the error."""
         if self._inside is not threading.current_thread() and (other := self.other()) is not None:
             raise _refusal(call, other)
 
