@@ -47,7 +47,7 @@ def load(
 ) -> Config:
     """Read and validate a config, and return it. Raises ConfigError. `config`: a dict, or the path of a JSON file;
     None: the file `args.deepspeed_config`. `world_size`: the number of ranks, from which missing batch sizes are
-    computed. `to_train`: True: refuse each "auto" that nothing fills in. False: keep it for a trainer (such as
+    computed. `to_train`: whether to refuse each "auto" that nothing fills in; if not, keep it for a trainer (such as
     Transformers') to fill in, and take a missing micro-batch size as 1."""
     named = getattr(args, "deepspeed_config", None)
     if (config is None) == (named is None):
@@ -303,7 +303,7 @@ def _check_optimizer(section: dict[str, Any] | None) -> None:
 
 def _check_scheduler(section: dict[str, Any] | None, reading: Reading, to_train: bool) -> None:
     """Check that a DeepSpeed schedule's arguments have known names and allowed values, and resolve "auto" among them.
-    `to_train`: True: refuse each "auto" that nothing fills in; False: keep it for a trainer to fill in."""
+    `to_train`: whether to refuse each "auto" that nothing fills in; if not, keep it for a trainer to fill in."""
     kind = SCHEDULES.get(section["type"]) if section and isinstance(section.get("type"), str) else None
     if section is None or kind is None:
         return

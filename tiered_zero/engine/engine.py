@@ -303,9 +303,9 @@ class Engine(DeepSpeedNames):
         """Write parameters, in the dtype of training, and buffers to safetensors files in `save_dir`. transformers'
         `from_pretrained(save_dir)` and plain torch load them. Rank 0 writes; at stage 3 every rank calls this.
 
-        `exclude_frozen_parameters`: leave frozen parameters out. `max_shard_size`: the most bytes of a file, as a
-        number or text such as "5GB"; a larger model is split, with an index. Files of an earlier save are replaced at
-        the end.
+        `exclude_frozen_parameters`: whether frozen parameters are left out. `max_shard_size`: the most bytes of a file,
+        as a number or text such as "5GB"; a larger model is split, with an index. Files of an earlier save are replaced
+        at the end.
         """
         directory = _directory("save_16bit_model", save_dir)
         ranks, is_sharded = self._step.runtime.collectives, self._run.plan.request.shards_params

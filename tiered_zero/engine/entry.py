@@ -307,8 +307,8 @@ class Entrance:
             )
 
     def _running(self, may_recompute: bool) -> str:
-        """Return which call is running: "forward", "backward", "step", or "" for none. `may_recompute`: ignore a
-        `loss.backward()` of the user."""
+        """Return which call is running: "forward", "backward", "step", or "" for none. `may_recompute`: whether to
+        ignore a `loss.backward()` of the user."""
         now = self._phase.now
         if torch._C._current_graph_task_id() != -1 and not (may_recompute and now is Phase.IDLE):
             return "backward"

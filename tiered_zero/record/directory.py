@@ -528,7 +528,8 @@ def _committed_state(run: RunInfo, fd: int) -> tuple[int | None, bool]:
 
 
 def _liveness(run: RunInfo, fd: int, owner: Owner | None, locked: bool | None, unreadable: str) -> tuple[str, str]:
-    """Return `RunInfo.state` and `RunInfo.reason`. `locked`: see `_inspect`. `unreadable`: why `owner` is None."""
+    """Return `RunInfo.state` and `RunInfo.reason`. `locked`: whether another process holds the run's lock; None: find
+    out. `unreadable`: why the owner file could not be read, if `owner` is None."""
     try:
         if is_locked(OWNER_NAME, fd) if locked is None else locked:
             return "alive", f"process {owner.pid} on {owner.host} holds its lock" if owner else "its lock is held"
