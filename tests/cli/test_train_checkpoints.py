@@ -127,9 +127,30 @@ def test_what_is_done_is_not_done_again_and_other_options_are_refused(
     )
     result = train(*task, "--steps", 4, "--seed", 5, "--batch", 3)
     assert result.exit_code == 1
-    assert re.search(r"--resume: the run in ck has --seed 0, batch \d+; found --seed 5, batch \d+\.", result.stderr)
+    assert re.search(r"--resume: the run in ck has --seed 0, batch 4, .*; found --seed 5, batch 3, ", result.stderr)
+    settings = json.loads((CONFIGS / "gpt_cpu.json").read_text())
+    size = settings["train_micro_batch_size_per_gpu"]
+    settings.update(train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=size)
+    result = train(write_config(Path("config.json"), **settings), *task[1:], "--steps", 4)
+    assert result.exit_code == 1 and f"ck has micro-batch {size}; found micro-batch 1." in result.stderr
     result = train(*task, "--steps", 4)
     assert result.exit_code == 0 and "4 steps" not in result.stdout and "1 step in" in result.stdout
+
+
+def test_another_text_under_the_same_name_is_refused_and_the_same_elsewhere_is_not(
+    swap_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(swap_path)
+    text, moved = Path("text.txt"), Path("moved.txt").absolute()
+    text.write_text("a text " * 100)
+    task = (str(CONFIGS / "gpt_cpu.json"), "--model", "gpt:layers=1,hidden=32,context=16", "--save", "ck", "--resume")
+    assert train(*task, "--data", text, "--steps", 1).exit_code == 0
+    text.rename(moved)
+    assert answer(*task, "--data", moved, "--steps", 2)["resumed_step"] == 1
+    text.write_text("texts a" * 100)
+    result = train(*task, "--data", text, "--steps", 3)
+    assert result.exit_code == 1
+    assert re.search(r"the run in ck has a text of 700 bytes \(xxh3 \w+\); found a text of 700 bytes", result.stderr)
 
 
 def test_a_new_run_beside_checkpoints_of_another_is_refused(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -127,8 +127,9 @@ class Training:
         self._saved = {
             "--model": str(model),
             "--seed": options.seed,
-            "--data": corpus.source,
+            "a text": corpus.identity,  # not its path: a file may be moved, and another may have its name
             "batch": resolved.train_batch_size,
+            "micro-batch": resolved.train_micro_batch_size_per_gpu,  # each is drawn as a whole
         }
         """Options that are saved with a checkpoint, because they change the numbers."""
         self._resumes = options.save if options.resume else None

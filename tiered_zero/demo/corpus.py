@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import torch
+import xxhash
 from torch import Tensor
 
 from tiered_zero.errors import ConfigError
@@ -29,6 +30,11 @@ class Corpus:
     def is_binary(self) -> bool:
         """Whether the first 64 KiB have a NUL byte, which no text has."""
         return bool((self._text[: 1 << 16] == 0).any())
+
+    @property
+    def identity(self) -> str:
+        """The number of bytes and their checksum, in words: the same for the same text, wherever it lies."""
+        return f"of {len(self)} bytes (xxh3 {xxhash.xxh3_64_hexdigest(self._text.numpy().data)})"
 
     def check(self, length: int) -> None:
         """Raise ConfigError if the text is too short for one sample of `length` bytes and the byte after it."""
