@@ -434,7 +434,7 @@ def test_a_damaged_commit_is_refused_before_it_is_used(swap_path: Path, tmp_path
             byte = file.read(1)
             file.seek(offset)
             file.write(bytes([byte[0] ^ 1]))
-    with pytest.raises(CorruptionError):
+    with pytest.raises(CorruptionError, match=r"`tiered-zero checkpoint verify .*` finds it whole; else name another"):
         start(config(swap_path, {"in_place": True, "resume": str(tmp_path)}))
     with pytest.raises(CorruptionError), start(config(swap_path, {}, params={"device": "cpu"})) as engine:
         engine.load_checkpoint(tmp_path)

@@ -383,7 +383,13 @@ class SwapStore:
 
     def _resume_text(self) -> str:
         """Name the state from which a run can resume, for messages."""
-        return "the last checkpoint" if self.step is None else f"step {self.step}, committed in {self.paths[0]}"
+        if self.step is None:
+            return "the last checkpoint"
+        path = self.paths[0]
+        return (
+            f"step {self.step}, committed in {path}, if `tiered-zero checkpoint verify {path}` finds it whole; else name "
+            "another checkpoint"
+        )
 
     def _restore(self) -> None:
         """Allow writes again, after the prepared manifest was removed."""
