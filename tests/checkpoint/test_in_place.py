@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint import load as dcp_load
 
 import tiered_zero
+from tests.fakes.sync_io import SyncEngine
 from tests.support.configs import SMALL_DEVICE
 from tests.support.forked import run_forked
 from tests.support.inspection.insides import (
@@ -29,6 +30,7 @@ from tests.support.inspection.insides import (
     swap_dir,
 )
 from tests.support.models import LENGTH, VOCAB, ParityGPT, two_layers
+from tests.support.tags import save_tag
 from tests.support.trainers import tiered
 from tiered_zero.checkpoint.dcp import DcpReader
 from tiered_zero.checkpoint.tag import find_damage, list_tags
@@ -421,6 +423,18 @@ def test_a_live_run_is_not_verified(swap_path: Path, tmp_path: Path) -> None:
     for directory in (tmp_path, run.path):
         result = CliRunner().invoke(main, ["checkpoint", "verify", str(directory)])
         assert result.exit_code == 1 and "not verified" in result.output and "is cut off at" in result.output
+
+
+def test_the_latest_commit_is_lost_with_its_swap_directory(swap_path: Path, tmp_path: Path) -> None:
+    save_tag(tmp_path, "full", {"x": torch.ones(4)}, 0, SyncEngine())
+    with start(config(swap_path, {"in_place": True})) as engine:
+        train(engine, 1, tmp_path)
+    (run,) = list_runs(swap_path)
+    shutil.rmtree(run.path)
+    result = CliRunner().invoke(main, ["checkpoint", "verify", str(tmp_path)])
+    assert result.exit_code == 1 and "lost" in result.output and "whole" in result.output
+    shutil.rmtree(tmp_path / "full")
+    assert "None of them is whole." in CliRunner().invoke(main, ["checkpoint", "verify", str(tmp_path)]).output
 
 
 def test_a_damaged_commit_is_refused_before_it_is_used(swap_path: Path, tmp_path: Path) -> None:

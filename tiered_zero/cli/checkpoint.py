@@ -73,21 +73,24 @@ def ls(directory: Path, as_json: bool) -> None:
 @JSON_OPTION
 def verify_command(directory: Path, as_json: bool) -> None:
     """Read all bytes of the checkpoints in DIRECTORY, and compare them with their checksums. The exit code is 1 if a
-    checkpoint is broken or not verified, or if there is none that is whole.
+    checkpoint is broken, lost or not verified, or if there is none that is whole.
 
-    These are passed over, and are no failure: a save under way or cut off, an in-place commit after a later one,
-    another program's checkpoint. The commit of a live run is not verified: stop that run first. DIRECTORY may also be
-    the swap directory of a run with in-place commits.
+    The in-place commit that `latest` names is lost if a swap directory of it is gone, or on another host. These are
+    passed over, and are no failure: a save under way or cut off, an older in-place commit, another program's
+    checkpoint. The commit of a live run is not verified: stop that run first. DIRECTORY may also be the swap directory
+    of a run with in-place commits.
     """
     from tiered_zero.checkpoint.tag import find_damage
 
     problems: dict[str, list[str]] = {}
     not_verified: dict[str, str] = {}
     passed_over: dict[str, str] = {}
-    tags = _swap_directory(directory) or _tags(directory)
+    lost: dict[str, str] = {}
+    tags, latest = _swap_directory(directory) or _tags(directory), _latest(directory)
     for info in tags:
         if info.is_foreign or info.path.name != info.tag or (info.kind == "in_place" and not info.complete):
-            passed_over[info.tag] = info.reason
+            is_lost = info.tag == latest and info.kind == "in_place" and not info.is_superseded
+            (lost if is_lost else passed_over)[info.tag] = info.reason
             continue
         try:
             problems[info.tag] = find_damage(info.path) if info.complete else [info.reason]
@@ -95,21 +98,24 @@ def verify_command(directory: Path, as_json: bool) -> None:
             not_verified[info.tag] = str(error)
     broken = {tag: found for tag, found in problems.items() if found}
     if as_json:
-        found = {"checked": [*problems], "broken": broken, "not_verified": not_verified, "passed_over": passed_over}
-        print_json(found)
+        outcome = {"broken": broken, "lost": lost, "not_verified": not_verified, "passed_over": passed_over}
+        print_json({"checked": [*problems], **outcome})
     else:
         outcomes = {
             **dict.fromkeys(problems, "whole"),
             **dict.fromkeys(broken, "broken"),
+            **dict.fromkeys(lost, "lost"),
             **dict.fromkeys(not_verified, "not verified"),
             **dict.fromkeys(passed_over, "passed over"),
         }
         rows = [(info.tag, format_nbytes(info.nbytes), outcomes[info.tag]) for info in tags]
         print_table(("checkpoint", "bytes", "outcome"), rows, "No checkpoints.")
         _echo_reasons((tag, text) for tag, texts in broken.items() for text in texts)
-        _echo_reasons(not_verified.items())
-        _echo_reasons(passed_over.items())
-    if broken or not_verified or not problems:
+        for reasons in (lost, not_verified, passed_over):
+            _echo_reasons(reasons.items())
+        if tags and not not_verified and len(broken) == len(problems):
+            click.echo("None of them is whole.")
+    if broken or lost or not_verified or not problems:
         raise click.exceptions.Exit(1)
 
 
