@@ -422,7 +422,7 @@ def test_a_live_run_is_not_verified(swap_path: Path, tmp_path: Path) -> None:
     os.truncate(data, data.stat().st_size - 4096)
     for directory in (tmp_path, run.path):
         result = CliRunner().invoke(main, ["checkpoint", "verify", str(directory)])
-        assert result.exit_code == 1 and "not verified" in result.output and "is cut off at" in result.output
+        assert result.exit_code == 1 and "broken" in result.output and "is cut off at" in result.output
 
 
 def test_the_latest_commit_is_lost_with_its_swap_directory(swap_path: Path, tmp_path: Path) -> None:

@@ -597,13 +597,13 @@ def _lock(path: Path, owner: Owner, resources: ExitStack, own_runs: Container[st
         fd = open_of_owner(path / OWNER_NAME)
         resources.callback(fd.close)
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except BlockingIOError as error:
         if owner.run_id in own_runs or owner.is_this_process:
             return
         raise StoreError(
             f"The swap directory {path} belongs to a live run (pid {owner.pid} on {owner.host}), which goes on "
             "changing it; stop that run first."
-        ) from None
+        ) from error
     except OSError as error:
         raise StoreError(f"{path} cannot be locked: {error_text(error)}.") from error
 

@@ -75,8 +75,8 @@ def verify_command(directory: Path, as_json: bool) -> None:
     """Read all bytes of the checkpoints in DIRECTORY, and compare them with their checksums. The exit code is 1 if a
     checkpoint is broken, lost or not verified, or if there is none that is whole.
 
-    The in-place commit that `latest` names is lost if a swap directory of it is gone, or on another host. These are
-    passed over, and are no failure: a save under way or cut off, an older in-place commit, another program's
+    The in-place commit that `latest` names is lost if its swap directory is gone or damaged, or on another host. These
+    are passed over, and are no failure: a save under way or cut off, an older in-place commit, another program's
     checkpoint. The commit of a live run is not verified: stop that run first. DIRECTORY may also be the swap directory
     of a run with in-place commits.
     """
@@ -95,7 +95,10 @@ def verify_command(directory: Path, as_json: bool) -> None:
         try:
             problems[info.tag] = find_damage(info.path) if info.complete else [info.reason]
         except (StoreError, OSError) as error:
-            not_verified[info.tag] = str(error)
+            if isinstance(error, OSError) or isinstance(error.__cause__, OSError):  # such as the lock of a live run
+                not_verified[info.tag] = str(error)
+            else:
+                problems[info.tag] = [str(error)]
     broken = {tag: found for tag, found in problems.items() if found}
     if as_json:
         outcome = {"broken": broken, "lost": lost, "not_verified": not_verified, "passed_over": passed_over}

@@ -387,8 +387,8 @@ class SwapStore:
             return "the last checkpoint"
         path = self.paths[0]
         return (
-            f"step {self.step}, committed in {path}, if `tiered-zero checkpoint verify {path}` finds it whole; else name "
-            "another checkpoint"
+            f"step {self.step}, committed in {path}, if `tiered-zero checkpoint verify {path}` finds it whole; else "
+            "name another checkpoint"
         )
 
     def _restore(self) -> None:
