@@ -19,6 +19,7 @@ from tests.support.inspection.insides import DATA_NAME
 from tests.support.tags import save_tag
 from tests.support.trainers import same_bits
 from tiered_zero.cli.main import main
+from tiered_zero.sizes import MIB
 
 
 def run(*arguments: object) -> Result:
@@ -77,6 +78,7 @@ def test_ls_says_what_is_whole_and_why_not(saved: Path) -> None:
     assert result.exit_code == 0 and "latest: global_step2" in result.stdout
     assert "global_step3, global_step4: written by tiered_zero 1.0, torch " in result.stdout
     assert "global_step4: " in result.stdout and "is missing" in result.stdout
+    assert "whole" in result.stdout and "complete" not in result.stdout, "the word of `verify`"
     assert "No checkpoints." in run("ls", saved.parent).stdout
 
 
@@ -99,6 +101,15 @@ def test_verify_reads_every_byte(saved: Path) -> None:
     assert answer("verify", saved / "global_step3")["broken"] == {}
     result = run("verify", saved / "global_step2")
     assert result.exit_code == 1 and "broken" in result.stdout and "global_step2: " in result.stdout
+
+
+def test_verify_names_three_of_many_broken_places(tmp_path: Path) -> None:
+    save_tag(tmp_path, "many", {"x": torch.ones(5 * MIB // 4)}, 1, SyncEngine())
+    data = tmp_path / "many" / "data-00000.bin"
+    data.write_bytes(bytes(data.stat().st_size))
+    shown = run("verify", tmp_path).stdout
+    assert shown.count("are not those written") == 3 and "many: 5 places are broken" in shown
+    assert len(answer("verify", tmp_path, code=1)["broken"]["many"]) == 5
 
 
 def test_verify_of_whole_ones_beside_an_unfinished_one(saved: Path) -> None:

@@ -113,7 +113,10 @@ def verify_command(directory: Path, as_json: bool) -> None:
         }
         rows = [(info.tag, format_nbytes(info.nbytes), outcomes[info.tag]) for info in tags]
         print_table(("checkpoint", "bytes", "outcome"), rows, "No checkpoints.")
-        _echo_reasons((tag, text) for tag, texts in broken.items() for text in texts)
+        for tag, texts in broken.items():
+            _echo_reasons((tag, text) for text in texts[:3])
+            if len(texts) > 3:
+                click.echo(printable(f"{tag}: {len(texts)} places are broken, and 3 are named; --json names all."))
         for reasons in (lost, not_verified, passed_over):
             _echo_reasons(reasons.items())
         if tags and not not_verified and len(broken) == len(problems):
@@ -124,8 +127,10 @@ def verify_command(directory: Path, as_json: bool) -> None:
 
 def _echo_reasons(reasons: Iterable[tuple[str, str]]) -> None:
     """Print `reasons`, pairs (tag, text). Consecutive tags with the same text share one line."""
-    for reason, own in groupby(reasons, key=lambda item: item[1]):
-        click.echo(printable(f"{_span([tag for tag, _ in own])}: {reason}"))
+    for reason, group in groupby(reasons, key=lambda item: item[1]):
+        own = [tag for tag, _ in group]
+        text = reason.replace("it was ", "they were ", 1) if len(own) > 1 else reason
+        click.echo(printable(f"{_span(own)}: {text}"))
 
 
 def _span(tags: Sequence[str]) -> str:
@@ -211,7 +216,7 @@ def prune_command(directory: Path, as_json: bool, keep: int, dry_run: bool) -> N
 def _state(info: TagInfo) -> Text:
     if info.is_superseded:
         return Text("superseded", "yellow")
-    return Text("complete", "green") if info.complete else Text("not complete", "red")
+    return Text("whole", "green") if info.complete else Text("not whole", "red")
 
 
 def _tags(directory: Path) -> list[TagInfo]:
