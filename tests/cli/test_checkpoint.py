@@ -219,6 +219,7 @@ def test_in_place_commits_are_listed_checked_and_exported(swap_path: Path, monke
     tags = {info["tag"]: info for info in answer("ls", "ck")["tags"]}
     assert {tag: info["complete"] for tag, info in tags.items()} == {"global_step2": False, "global_step4": True}
     assert tags["global_step4"]["kind"] == "in_place" and "superseded" in tags["global_step2"]["reason"]
+    assert f"KiB, and its state in {swap_path}" in run("ls", "ck").stdout
     found = answer("verify", "ck")
     assert found["checked"] == ["global_step4"] and list(found["passed_over"]) == ["global_step2"]
     assert answer("export", "ck", "out")["step"] == 4

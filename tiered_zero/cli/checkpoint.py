@@ -65,6 +65,9 @@ def ls(directory: Path, as_json: bool) -> None:
     for writer, own in groupby(tags, _writer):  # below the table, whose columns have no room for them at 80 characters
         if writer:
             click.echo(printable(f"{_span([info.tag for info in own])}: written by {writer}"))
+    for info in tags:
+        if info.complete and info.swap is not None:
+            click.echo(printable(f"{info.tag}: {format_nbytes(info.nbytes)}, and its state in {info.swap}"))
     _echo_reasons((info.tag, info.reason) for info in tags if info.reason)
 
 
