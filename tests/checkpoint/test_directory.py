@@ -328,7 +328,7 @@ def test_what_systems_and_killed_runs_leave_is_a_new_start(tmp_path: Path) -> No
     for name in (OWNER_NAME, "data.bin"):
         (run / name).touch()
     assert nothing_to_load(tmp_path) == "it is empty" and list_tags(tmp_path) == []
-    with pytest.raises(StoreError, match=f"found {run.name}"):
+    with pytest.raises(StoreError, match=rf"holds swap directories \({run.name}\): name one"):
         find_checkpoint(tmp_path)
     (tmp_path / ".tmp-global_step1-0123456789ab").mkdir()
     assert nothing_to_load(tmp_path) == "its first save was not completed"

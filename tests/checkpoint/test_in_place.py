@@ -416,6 +416,10 @@ def test_a_live_run_is_not_verified(swap_path: Path, tmp_path: Path) -> None:
             assert done.returncode == 1 and "whole" not in done.stdout
             assert "not verified" in done.stdout and "belongs to a live run" in done.stdout
             assert "stop that run first" in done.stdout
+    parent = CliRunner().invoke(main, ["checkpoint", "verify", str(swap_path)])
+    assert f"No checkpoints. It holds swap directories ({run.path.name}): name one of them." in parent.output
+    with pytest.raises(StoreError, match=r"holds no checkpoint\. It holds swap directories .*: name one of them"):
+        start(config(swap_path, {"resume": str(swap_path)}))
     for directory in (tmp_path, run.path):
         assert find_damage(tmp_path / "global_step1" if directory == tmp_path else directory) == []
     data = run.path / DATA_NAME

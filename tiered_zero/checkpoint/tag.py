@@ -399,6 +399,13 @@ def nothing_to_load(load_dir: str | os.PathLike[str], *, resumes: bool = False) 
     return "its first save was not completed" if unfinished else ""
 
 
+def swap_directories(path: Path) -> str:
+    """Say which swap directories of runs `path` holds; "" if there are none. Raises StoreError."""
+    runs = [name for name in _names(path) if os.path.lexists(path / name / OWNER_NAME)]
+    listed = ", ".join(runs[:4]) + (f" and {len(runs) - 4} more" if len(runs) > 4 else "")
+    return f"It holds swap directories ({listed}): name one of them." if runs else ""
+
+
 def _content(path: Path) -> list[str]:
     """Return the names in `path` without those that may exist before a first save: hidden files, lost+found."""
     shown = (TEMPORARY, OLD, ".metadata")
@@ -512,6 +519,8 @@ def _nothing_found(path: Path, infos: Sequence[TagInfo], skipped: list[str]) -> 
         return StoreError(f"There is no complete checkpoint in {path}. {' '.join([*skipped, *host])}")
     if foreign := _foreign(names):
         return StoreError(f"{path} is {foreign}.")
+    if runs := swap_directories(path):
+        return StoreError(f"{path} holds no checkpoint. {runs}")
     listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return StoreError(
         f"Expected checkpoints of save_checkpoint in {path}; found {listed or 'nothing'}. Name the directory that "

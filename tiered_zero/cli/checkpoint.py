@@ -83,7 +83,7 @@ def verify_command(directory: Path, as_json: bool) -> None:
     checkpoint. The commit of a live run is not verified: stop that run first. DIRECTORY may also be the swap directory
     of a run with in-place commits.
     """
-    from tiered_zero.checkpoint.tag import find_damage
+    from tiered_zero.checkpoint.tag import find_damage, swap_directories
 
     problems: dict[str, list[str]] = {}
     not_verified: dict[str, str] = {}
@@ -115,7 +115,8 @@ def verify_command(directory: Path, as_json: bool) -> None:
             **dict.fromkeys(passed_over, "passed over"),
         }
         rows = [(info.tag, format_nbytes(info.nbytes), outcomes[info.tag]) for info in tags]
-        print_table(("checkpoint", "bytes", "outcome"), rows, "No checkpoints.")
+        empty = f"No checkpoints. {swap_directories(directory)}".rstrip()
+        print_table(("checkpoint", "bytes", "outcome"), rows, empty)
         for tag, texts in broken.items():
             _echo_reasons((tag, text) for text in texts[:3])
             if len(texts) > 3:
