@@ -72,6 +72,7 @@ def test_stopped_and_killed_and_gone_on_with_to_the_last_bit(
     assert "no checkpoint in" in log and values["interrupted"] and values["resumed_from"] is None
     stopped = values["steps"]
     assert 4 <= stopped < 24 and f"Stopped after {stopped} of 24 steps" in log
+    assert "To go on from the last save, give the same command." in log
     second = Process(*saving)
     second.signal_at(swap_path / "ck" / f"global_step{(stopped // 2 + 3) * 2}", signal.SIGKILL)
     assert second.wait()[0] == -signal.SIGKILL
@@ -128,6 +129,8 @@ def test_what_is_done_is_not_done_again_and_other_options_are_refused(
     result = train(*task, "--steps", 4, "--seed", 5, "--batch", 3)
     assert result.exit_code == 1
     assert re.search(r"--resume: the run in ck has --seed 0, batch 4, .*; found --seed 5, batch 3, ", result.stderr)
+    result = train(*task, "--steps", 4, "--seed", 5, "--context", 8)
+    assert "the run in ck has --context 16, --seed 0; found --context 8, --seed 5. Give" in result.stderr
     settings = json.loads((CONFIGS / "gpt_cpu.json").read_text())
     size = settings["train_micro_batch_size_per_gpu"]
     settings.update(train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import struct
 import time
 from collections import deque
@@ -36,6 +37,8 @@ from tiered_zero.telemetry.report import RunReport, RunTotals, StepReport
 logger = logging.getLogger("tiered_zero")
 
 _STATE_KEY, _LOSS = "tiered_zero.train", "loss"
+_CONTEXT = r"context=(\d+)"
+_MODEL = rf"--model \S*{_CONTEXT}\S*?(?=, |$)"
 
 
 def check_options(directory: Path, options: Mapping[str, Any]) -> None:
@@ -47,6 +50,8 @@ def check_options(directory: Path, options: Mapping[str, Any]) -> None:
         return
     if other := [name for name, value in options.items() if name in saved and saved[name] != value]:
         expected, found = (", ".join(f"{name} {of[name]}" for name in other) for of in (saved, options))
+        if len({re.sub(_CONTEXT, "", str(of.get("--model"))) for of in (saved, options)}) == 1:
+            expected, found = (re.sub(_MODEL, r"--context \1", text) for text in (expected, found))
         raise ConfigError(
             f"--resume: the run in {directory} has {expected}; found {found}. Give the same, or another directory to "
             "--save."
@@ -246,7 +251,9 @@ class Training:
             )
         if code:
             loss_text = f"; loss {progress.loss:.3f}" if progress.done > progress.first else ""
-            click.echo(f"Stopped after {progress.done} of {steps} steps{loss_text}.", err=True)
+            flag = "" if self._options.resume else " with --resume"
+            hint = f" To go on from the last save, give the same command{flag}." if self._options.save else ""
+            click.echo(f"Stopped after {progress.done} of {steps} steps{loss_text}.{hint}", err=True)
 
 
 def train_step(engine: Engine, corpus: Corpus, step: int, context: int, seed: int) -> float:
