@@ -146,7 +146,7 @@ def test_ranks_share_the_host_and_the_state(tmp_path: Path) -> None:
     assert "3.5 GiB (--host-memory for 2 ranks" in " ".join(shown.stdout.split())
 
 
-def test_a_model_of_a_hugging_face_config_is_planned(tmp_path: Path) -> None:
+def test_a_model_of_a_hugging_face_config_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 100, "n_positions": 32}
     (tmp_path / "config.json").write_text(json.dumps({**values, "architectures": ["GPT2LMHeadModel"]}))
     for path in (tmp_path, tmp_path / "config.json"):
@@ -154,6 +154,9 @@ def test_a_model_of_a_hugging_face_config_is_planned(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "none"}))
     shown = CliRunner().invoke(main, ["plan", CONFIG, "--model-config", str(tmp_path)])
     assert shown.exit_code == 1 and "model_type: expected one that transformers" in shown.stderr
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    shown = CliRunner().invoke(main, ["plan", CONFIG, "--model-config", str(tmp_path)])
+    assert shown.exit_code == 1 and "pip install -c constraints.txt '.[hf]'" in shown.stderr
 
 
 def test_a_model_of_ones_own_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

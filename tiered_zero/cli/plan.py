@@ -314,8 +314,8 @@ def _of_hugging_face(path: Path) -> nn.Module:
         import transformers
     except ImportError as error:
         raise ConfigError(
-            f"--model-config needs transformers, which knows the models ({error}). Install it, or give --model "
-            "module:function."
+            f"--model-config needs transformers, which knows the models ({error}). Install it, in a checkout "
+            "with `pip install -c constraints.txt '.[hf]'`, or give --model module:function."
         ) from error
     known = transformers.CONFIG_MAPPING
     if values.get("model_type") not in known:
