@@ -125,8 +125,9 @@ class PlacementSearch:
     _plans: dict[frozenset[tuple[str, Any]], Plan] = field(default_factory=dict)
 
     def run(self) -> list[Candidate]:
-        """Return the candidates that fit, best first. If none fits, raise the error of the last settings tried."""
-        placements = [*self._placements()]  # before the disk is asked, so that its error is the last
+        """Return the candidates that fit, best first. If none fits memory, raise the error of the last settings tried;
+        if none fits the disk, PlanError with the table of the plan that has the fewest bytes there."""
+        placements = [*self._placements()]
         plans = [each for each in placements if self._has_disk(each[1])]
         least = min((self._short_nbytes(plan) for _, plan in plans), default=0)
         fitting = {frozenset(settings.items()): (settings, plan) for settings, plan in plans}
@@ -138,6 +139,13 @@ class PlacementSearch:
                     plan = self._plan(settings)
                     if plan is not None and self._short_nbytes(plan) <= least and self._has_disk(plan):
                         found.append(self._candidate(settings, plan))
+        if not found and placements:  # memory has room, the disk has not
+            smallest = min((plan for _, plan in placements), key=lambda plan: plan.nbytes("nvme"))
+            needed, free = format_nbytes(smallest.nbytes("nvme")), format_nbytes(self.disk_nbytes or 0)
+            raise PlanError(
+                f"No placement fits: the one with the fewest bytes on nvme needs {needed} there; {free} are free. "
+                f"Take a larger disk, or a smaller tiered_zero.state_format.\n{smallest}"
+            )
         if not found:
             last = next((error for error in reversed(self.errors) if isinstance(error, PlanError)), self.errors[-1])
             if isinstance(last, PlanError) and self._path is None:
@@ -166,13 +174,8 @@ class PlacementSearch:
         return self._plans[key]
 
     def _has_disk(self, plan: Plan) -> bool:
-        """Return whether the disk has room for the plan; if not, add an entry to `errors`."""
-        needed = plan.nbytes("nvme")
-        if self.disk_nbytes is None or needed <= self.disk_nbytes:
-            return True
-        free = format_nbytes(self.disk_nbytes)
-        self.errors.append(PlanError(f"The plan needs {format_nbytes(needed)} on nvme; {free} are free there."))
-        return False
+        """Return whether the disk has room for the plan."""
+        return self.disk_nbytes is None or plan.nbytes("nvme") <= self.disk_nbytes
 
     def _candidate(self, settings: Settings, plan: Plan) -> Candidate:
         config = self.config.filled_in(settings)
