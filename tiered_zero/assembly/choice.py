@@ -287,7 +287,8 @@ class Choice:
         shown = self.candidates[:NUM_SHOWN]
         return [
             f"tiered_zero.placement: auto runs the first of {len(self.candidates)} that fit, by the predicted step of "
-            f"{self.tokens} tokens a micro-batch",
+            f"{self.tokens} tokens a micro-batch; of steps within {SAME_SHARE - 1:.0%} of the shortest, the default "
+            "sub_group_size goes first, then the fewest bytes written to disks",
             *(f"  {number}. {candidate.text}" for number, candidate in enumerate(shown, 1)),
         ]
 

@@ -47,11 +47,13 @@ from tiered_zero.unit.model import check_memory, list_params, module_tree, packe
 @dataclass(frozen=True, kw_only=True)
 class PlannedMachine:
     """The machine to plan for. `device_nbytes`, `host_nbytes`: its memory, in place of the config's limits; None: what
-    this machine has free, but no more than these limits. `ranks`: the number of processes that share the machine."""
+    this machine has free, but no more than these limits. `ranks`: the number of processes that share the machine.
+    `sources`: what messages name as the origin of `device_nbytes` and of `host_nbytes`."""
 
     device_nbytes: int | None = None
     host_nbytes: int | None = None
     ranks: int = 1
+    sources: tuple[str, str] = ("--device-memory", "--host-memory")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -440,13 +442,13 @@ def _plan_to_fit(
 def _limits(config: Config, model: nn.Module, machine: PlannedMachine, ranks: Collectives) -> Limits:
     """Return the bytes that this rank may use on each tier: the config's limits, or the free bytes less a reserve."""
     settings = config.tiered_zero
-    nbytes, source, given_nbytes = machine.device_nbytes, "--device-memory", None
+    nbytes, source, given_nbytes = machine.device_nbytes, machine.sources[0], None
     if nbytes is None:
         # what the model's parameters take there is free too: they move to their planned places
         nbytes = available_device_nbytes(find_device(settings.device), model.parameters())
         source, given_nbytes = "what the device has free", settings.device_memory_limit
     limits = limit_of("device", nbytes, source, given_nbytes)
-    nbytes, source, given_nbytes = machine.host_nbytes, "--host-memory", None
+    nbytes, source, given_nbytes = machine.host_nbytes, machine.sources[1], None
     if nbytes is None:
         nbytes, source = available_host_nbytes(), "what this machine and its cgroup have free"
         given_nbytes = settings.host_memory_limit

@@ -145,7 +145,10 @@ def plan(
     says whether they fit at an assumed length.
     """
     machine, whose = machine_to_plan(machine_file, device_memory, host_memory, disks)
+    sources = ("--device-memory", "--host-memory")
     if machine_file is not None:
+        file = str(machine_file)
+        sources = (file if device_memory is None else sources[0], file if host_memory is None else sources[1])
         device_memory, host_memory = machine.device_nbytes, machine.host_nbytes
         if host_memory is None or (device_memory is None and machine.device != "cpu"):
             missing = "host_nbytes" if host_memory is None else "device_nbytes"
@@ -168,7 +171,7 @@ def plan(
     sequence_length = sequence_length or loaded.tiered_zero.sequence_length
     model = build_planned(chosen)
     rates = machine if machine_file is not None or disks else None
-    run = specify_planned(loaded, model, ranks, device_memory, host_memory, rates)
+    run = specify_planned(loaded, model, ranks, device_memory, host_memory, rates, sources)
     if choose is not None and run.choice is not None:
         run.choice.save(choose)
     step = None
@@ -282,15 +285,17 @@ def specify_planned(
     device_nbytes: int | None = None,
     host_nbytes: int | None = None,
     rates: Machine | None = None,
+    sources: tuple[str, str] = ("--device-memory", "--host-memory"),
 ) -> RunSpec:
     """Specify the run of rank 0, without opening anything. `device_nbytes`: the device memory of each rank.
     `host_nbytes`: the host memory of all `ranks` together. None: what this machine has free, within the config's
-    limits. `rates`: the speeds by which a placement is chosen; None: the speeds measured on this machine."""
+    limits. `rates`: the speeds by which a placement is chosen; None: the speeds measured on this machine.
+    `sources`: what messages name as the origin of `device_nbytes` and of `host_nbytes`."""
     from tiered_zero.assembly.spec import PlannedMachine, specify_run
     from tiered_zero.rules.from_config import check_sections
 
     check_sections(config)
-    machine = PlannedMachine(device_nbytes=device_nbytes, host_nbytes=host_nbytes, ranks=ranks)
+    machine = PlannedMachine(device_nbytes=device_nbytes, host_nbytes=host_nbytes, ranks=ranks, sources=sources)
     collects = gc.isenabled()
     gc.disable()  # at 70e9 parameters a million records are alive, and garbage collection takes 60% of the time
     try:

@@ -189,7 +189,7 @@ def seconds_lines(step: StepSeconds, plan: Plan, machine: Machine) -> Iterator[s
         if seconds:
             yield f"  {seconds:9.3g}   {lane} ({seconds / step.seconds:.0%} busy)"
     for tier, tokens in step.hidden_from_tokens.items():
-        up_to = f"not up to {step.searched_tokens[tier]:,} tokens a step"
+        up_to = f"no, it adds time at every step of up to {step.searched_tokens[tier]:,} tokens"
         yield f"  hidden    {tier}: {up_to if tokens is None else f'from {tokens:,} tokens a step on'}"
     if remedy := remedy_of(step.bound_by):
         yield f"  shorter   by {remedy}, as far as there is room"
