@@ -322,7 +322,7 @@ def test_a_machine_that_is_described_has_its_own_sizes_and_disks(tmp_path: Path)
     assert plan_json(CONFIG, "--params", "7e9", "--machine", str(path), "--host-memory", "1GiB")[0] == 1
     shown = CliRunner().invoke(main, ["plan", CONFIG, "--machine", str(path)]).stdout
     assert f"The machine is card, as {path} describes it." in shown
-    assert "No seconds are predicted: flops_per_s.bf16," in shown and "of card are not known" in shown
+    assert "No seconds are predicted; rates of card are not known: flops_per_s.bf16," in shown
     for left_out, expected in (("host_nbytes", "host_nbytes"), ("device_nbytes", "device_nbytes"), ("disks", "--disk")):
         path.write_text(json.dumps({name: value for name, value in values.items() if name != left_out}))
         refused = CliRunner().invoke(main, ["plan", CONFIG, "--machine", str(path)])
@@ -419,3 +419,13 @@ def test_a_placement_is_chosen_for_a_machine_and_its_config_is_written(tmp_path:
     assert len(values["choice"]) == 4 and values["choice"][1].startswith("  1. ")
     again = plan_json(str(out), *options)[1]
     assert again["rows"] == values["rows"] and again["choice"] is None
+    shown = CliRunner().invoke(main, ["plan", str(out), *options, "--host-memory", "64GiB"]).stdout
+    assert f"({machine}, less an eighth for activations)" in shown and "(--host-memory, less an eighth" in shown
+
+
+def test_a_placement_is_not_chosen_by_sizes_alone(tmp_path: Path) -> None:
+    given = write(tmp_path / "config.json", tiered_zero={"placement": "auto"})
+    options = ("--device-memory", "24GiB", "--host-memory", "64GiB", "--disk", "1TB")
+    shown = CliRunner().invoke(main, ["plan", given, *options])
+    assert shown.exit_code == 1 and "auto needs predicted seconds; rates of the machine that options" in shown.stderr
+    assert "(--machine FILE), or leave tiered_zero.placement out." in shown.stderr

@@ -24,7 +24,7 @@ from tiered_zero.config.schema import Config
 from tiered_zero.errors import ConfigError, ModelError, PlanError
 from tiered_zero.io.select import nearest_directory
 from tiered_zero.plan.activations import ActivationEstimate, BlockShape, estimate_activations
-from tiered_zero.plan.machine import Disk, Machine
+from tiered_zero.plan.machine import DESCRIBED, Disk, Machine
 from tiered_zero.plan.planner import Plan
 from tiered_zero.plan.request import RESERVED, RESERVED_SHARE
 from tiered_zero.plan.step_time import StepSeconds, Work, forward_flops, missing_rates, predict_step
@@ -344,10 +344,13 @@ def make_predictor(
             activation_nbytes=estimate.offloaded_nbytes(plan.activations) if estimate is not None else 0,
         )
         if missing := missing_rates(plan, work, machine):
-            raise ConfigError(
-                f"No seconds are predicted: {', '.join(missing)} of {machine.name} are not known. Add them to its "
-                f"file, or, for this machine, {TO_MEASURE}."
-            )
+            way = f"Add them to its file, or, for this machine, {TO_MEASURE}"
+            if machine.name == DESCRIBED:
+                way = "Sizes alone do not give them: name a file with rates, as in configs/machines (--machine FILE)"
+            if is_auto := config.tiered_zero.placement == "auto":
+                way += ", or leave tiered_zero.placement out"
+            what = "tiered_zero.placement auto needs predicted seconds" if is_auto else "No seconds are predicted"
+            raise ConfigError(f"{what}; rates of {machine.name} are not known: {', '.join(missing)}. {way}.")
         return predict_step(plan, work, machine, finds_hidden=finds_hidden)
 
     return predict

@@ -115,6 +115,10 @@ def default_path() -> Path:
     return Path(cache) / "tiered_zero" / "machine.json"
 
 
+DESCRIBED = "the machine that options describe"
+"""The name of a machine of which only sizes are known."""
+
+
 def from_description(
     base: Machine | None = None,
     *,
@@ -123,7 +127,7 @@ def from_description(
     disks: Sequence[Disk] = (),
 ) -> Machine:
     """Return `base` with the given sizes and disks instead of its own. None for `base`: a machine without rates."""
-    machine = base or Machine(name="described by options")
+    machine = base or Machine(name=DESCRIBED)
     if device_nbytes is not None and machine.device == "cpu":  # add an accelerator without known rates
         machine = replace(machine, device="cuda", flops_per_s={}, block_elements_per_s={}, logits_per_s={})
     return replace(
