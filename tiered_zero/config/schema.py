@@ -58,8 +58,8 @@ PerGroup = Annotated[float | list[float], BeforeValidator(_per_group)]
 class _PlacedSection(OffloadSection):
     device: Device = Field(
         "none",
-        description="where they rest between uses: none (device), cpu (host memory), nvme. If the model computes on "
-        "the CPU, cpu means none, except with tiered_zero.device_memory_limit",
+        description="where the bytes rest between uses: none (device), cpu (host memory), nvme. If the model computes "
+        "on the CPU, cpu means none, except with tiered_zero.device_memory_limit",
     )
 
 
@@ -196,7 +196,7 @@ class AioSection(Section):
     queue_depth: Whole = Field(
         16, ge=1, description="requests in flight at once: this number times intra_op_parallelism, at most 32 in all"
     )
-    intra_op_parallelism: Whole = Field(1, ge=1, description="a factor of queue_depth")
+    intra_op_parallelism: Whole = Field(1, ge=1, description="multiplies queue_depth")
 
 
 class TagSection(Section):

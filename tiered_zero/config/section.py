@@ -182,7 +182,9 @@ _PATH_LIST = "one directory, several separated by commas, or a list; used where 
 class OffloadSection(SwitchedSection):
     """Where one kind of bytes rests between uses: a device and, for nvme, its swap directories."""
 
-    device: Device = Field("none", description="where they rest between uses: none (device), cpu (host memory), nvme")
+    device: Device = Field(
+        "none", description="where the bytes rest between uses: none (device), cpu (host memory), nvme"
+    )
     nvme_path: PathList | None = Field(None, description=f"swap directories: {_PATH_LIST}")
 
     @property
