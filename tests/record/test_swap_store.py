@@ -273,8 +273,9 @@ def test_a_full_disk_is_one_error_at_start_and_leaves_nothing(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(StoreError, match=rf"needs 64\.0 MiB.*free there.*{expected}"):
+    with pytest.raises(StoreError, match=rf"needs 64\.0 MiB.*free there.*{expected}") as caught:
         SwapStore(SwapDir.create([swap_path]), engine, capacity_nbytes=64 * MIB)
+    assert "All ranks" not in str(caught.value), "it is the only rank"
     assert list(swap_path.iterdir()) == []
 
 

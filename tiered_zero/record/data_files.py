@@ -128,10 +128,12 @@ class StripedFiles:
                 for left in paths:
                     left.unlink(missing_ok=True)
                 code = error.errno if isinstance(error, OSError) else None
+                from tiered_zero.hardware.ranks.launcher import local_world_size  # imports torch
+
+                several = "All ranks of a host need space at the same time. " if local_world_size() > 1 else ""
                 remedy = (
-                    "All ranks of a host need space at the same time. Free space (`tiered-zero swap gc "
-                    f"{name.parent.parent}` removes what killed runs have left), name another nvme_path, or put less "
-                    "on NVMe."
+                    f"{several}Free space (`tiered-zero swap gc {name.parent.parent}` removes what killed runs "
+                    "have left), name another nvme_path, or put less on NVMe."
                 )
                 raise StoreError(
                     f"The swap file {name} needs {format_nbytes(nbytes)} ({nbytes} bytes); {free_text(str(name))} "
