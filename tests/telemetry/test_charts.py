@@ -82,6 +82,12 @@ def test_a_line_chart_is_well_formed_and_inside_its_frame(points: list[tuple[flo
     assert [text.text for text in svg.iterfind("text") if text.attrib["class"].startswith("label")] == ["loss", "step"]
 
 
+@pytest.mark.parametrize("value", [1e-3, 2e-5, 7e-4, 5.0, 1.0])
+def test_a_constant_has_its_value_on_the_axis(value: float) -> None:
+    svg = parse(line_chart("", "step", "lr", line([(1.0, value), (2.0, value)])))
+    assert f"{value:g}" in [text.text for text in svg.iterfind("text") if text.attrib["class"] == "tick end"]
+
+
 def test_what_is_not_finite_breaks_the_line() -> None:
     svg = parse(line_chart("", "x", "y", line([(1, 1), (2, 2), (3, math.nan), (4, 4), (5, 5)])))
     assert len([path for path in svg.iterfind("path") if path.attrib["class"].startswith("line")]) == 2

@@ -204,9 +204,10 @@ def thin(points: Points) -> Points:
 
 
 def _widened(low_high: tuple[float, float]) -> tuple[float, float]:
-    """Return the range; a range of length 0 is widened."""
+    """Return the range; a range of length 0 is widened, by so little that the axis has a tick near its value."""
     low, high = low_high
-    return (low, high) if high > low else (low - 0.5, high + 0.5) if low else (0.0, 1.0)
+    margin = min(0.5, abs(low) / 4)
+    return (low, high) if high > low else (low - margin, high + margin) if margin > 1e-12 else (0.0, 1.0)
 
 
 def _rect(x: float, y: float, width: float, height: float, style: str, tip: str) -> str:
