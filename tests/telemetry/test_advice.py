@@ -31,7 +31,7 @@ def report(seconds: dict[str, float], busy_s: dict[str, float]) -> RunReport:
         (
             {"forward": 0.3, "save": 0.7},
             {"compute": 0.3, "save": 0.7},
-            r"saving or loading checkpoints takes 70%.*fewer saves",
+            r"saving checkpoints takes 70%.*fewer saves",
         ),
         ({"forward": 0.5, "other": 0.5}, {"compute": 0.5}, r"50% of a typical step .* outside of the engine"),
         (

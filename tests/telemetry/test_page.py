@@ -119,7 +119,7 @@ def test_it_shows_the_config_the_checkpoints_and_the_wear() -> None:
     run.end_save_s = 0.4
     words = Outline(render_page(run, "run")).words
     for expected in (
-        "bf16.enabledtrue", 'tiered_zero.report"<run>"', "loaded, after step 2, 52 in 0.60 s", "process got75%",
+        "bf16.enabledtrue", 'tiered_zero.report"<run>"', "saved, after step 2, 52 in 0.60 s", "process got75%",
         "a TB of a drive's rating lasts 1,000 steps)953.7 MiB", "Loss scale", "5 steps (1 skipped)",
     ):  # fmt: skip
         assert expected in words
@@ -215,3 +215,13 @@ def test_a_run_records_rates_norms_saves_and_where_it_ran(swap_path: Path, tmp_p
     assert run.end_save_s is not None and run.end_save_s > 0
     assert {"tiered_zero", "torch", "python", "kernel", "host"} <= set(run.header.facts)
     assert run.header.config["gradient_clipping"] == "1.0" and "aio.block_size" not in run.header.config
+
+
+def test_a_flush_without_a_save_under_way_is_no_save(swap_path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with tiered(ParityGPT(), swap_path, runtime={"report": str(path)}) as engine:
+        train(engine, batch, 1)
+        engine.flush()
+    run = read_run(path)
+    assert run.end_save_s == 0
+    assert "checkpoints saved" not in Outline(render_page(run, "run")).words

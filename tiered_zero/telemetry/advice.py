@@ -47,7 +47,7 @@ NAMES: dict[str, tuple[str, str]] = {
         "a larger tiered_zero.activations.min_nbytes, or recomputing them (torch.utils.checkpoint)",
     ),
     "save": (
-        "saving or loading checkpoints",
+        "saving checkpoints",
         "fewer saves, or commits in place (tiered_zero.checkpoint.in_place)",
     ),
     "wait_param": (

@@ -133,7 +133,7 @@ MAX_BARS = 4000
 """The most bars in a timeline; the longest spans are drawn."""
 
 MAX_PLACES = 6
-"""The most saved or loaded checkpoints that the page names."""
+"""The most saved checkpoints that the page names."""
 
 MAX_ROWS = 6
 """The most rows of one lane in a timeline; further requests in flight are not drawn."""
@@ -199,14 +199,12 @@ def _figures(run: RunRecord) -> str:
     if saves := _saves(run):
         *others, last = map(str, saves)
         places = [*others[: MAX_PLACES - 1], *["..."] * (len(others) >= MAX_PLACES), last]
-        entries[f"checkpoints saved or loaded, after step {', '.join(places)}"] = (
-            f"{len(saves)} in {sum(saves.values()):.2f} s"
-        )
+        entries[f"checkpoints saved, after step {', '.join(places)}"] = f"{len(saves)} in {sum(saves.values()):.2f} s"
     return f"<dl>{''.join(f'<div><dt>{name}</dt><dd>{escape(text)}</dd></div>' for name, text in entries.items())}</dl>"
 
 
 def _saves(run: RunRecord) -> dict[int, float]:
-    """Return step -> seconds of saving and loading checkpoints after that step."""
+    """Return step -> seconds of saving checkpoints after that step."""
     calls = {step.step - 1: seconds for step in run.steps if (seconds := step.seconds.get("save"))}
     if run.end_save_s:
         calls[run.steps[-1].step if run.steps else 0] = run.end_save_s

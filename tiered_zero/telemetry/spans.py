@@ -25,7 +25,7 @@ DRIVER_LANE = "compute"
 """The lane of the thread that runs the step."""
 
 SAVE_LANE = "save"
-"""The lane of saves and loads of checkpoints on the thread that runs the step."""
+"""The lane of saves of checkpoints on the thread that runs the step."""
 
 _DRIVER_LANES = (DRIVER_LANE, SAVE_LANE)
 
