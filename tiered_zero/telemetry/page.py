@@ -279,7 +279,9 @@ def _timeline(timeline: Timeline | None) -> str:
     note += (
         f" At most {MAX_ROWS} spans of a lane are drawn at a time. Step {timeline.step} is recorded because the order "
         "in which units are used is known by then; transfers that began in the step before are drawn from its start. "
-        "param/3 are the parameters of unit 3, state/5 master weights and optimizer state of sub-group 5."
+        "param/3 are the parameters of unit 3, state/5 master weights and optimizer state of sub-group 5. A bar "
+        "includes the waits inside it, such as a fetch's wait for the disk: they also have rows of their own "
+        "(wait_...), and the table Links does not count them as busy."
     )
     kinds = known_first([*dict.fromkeys((*CAUSES, *LANES))], (_style_name(span) for span in timeline.spans))
     words = legend([(style_of(kind), kind) for kind in kinds])
