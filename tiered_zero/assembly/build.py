@@ -465,8 +465,10 @@ def _make_observers(run_spec: RunSpec, runtime: Runtime, resources: Teardown) ->
     if settings.report is None and settings.trace is None:
         return observers
     planned: dict[str, dict[str, int]] = {}
+    meanings: dict[str, dict[str, str]] = {}
     for row in run_spec.plan.rows:
         planned.setdefault(row.tier, {})[row.kind] = row.nbytes
+        meanings.setdefault(row.tier, {})[row.kind] = row.what
     num_parameters = sum(spec.numel for spec in run_spec.specs.values())
     facts = {
         "update": run_spec.plan.update_policy.policy,
@@ -479,6 +481,7 @@ def _make_observers(run_spec: RunSpec, runtime: Runtime, resources: Teardown) ->
         model=type(run_spec.model).__name__,
         num_parameters=num_parameters,
         planned_nbytes=planned,
+        meanings=meanings,
         facts=facts,
         config={row.path: json.dumps(row.value, default=str) for row in config.explain() if row.source != "default"},
         predicted=predicted_seconds(run_spec.config, run_spec.model, run_spec.plan),

@@ -111,7 +111,7 @@ def explain_pace(report: RunReport) -> str:
         return (
             f"In a typical step ({report.step_s:.3g} s) this process got {report.cpu_share:.0%} of the CPU seconds "
             "that its threads could have: other processes hold the cores, or its operations are too small to keep all "
-            "threads at work. Look at those first."
+            f"threads at work. What can shorten it: fewer other processes, or {_TOKENS}."
         )
     outside = shares.get(OTHER, 0.0)
     if outside >= OUTSIDE_SHARE:

@@ -192,9 +192,9 @@ def _figures(run: RunRecord) -> str:
     if report.cpu_share is not None:
         entries["CPU share that the process got"] = f"{report.cpu_share:.0%}"
     if written := report.link_nbytes.get("disk write"):
-        lasts = f"{1e12 * report.steps / written:,.0f} steps"
-        entries[f"wear: written a step (a TB of a drive's rating lasts {lasts})"] = format_nbytes(
-            written // report.steps
+        a_step = format_nbytes(written // report.steps)
+        entries["written to disk per step (a drive is rated for a number of TB written)"] = (
+            f"{a_step}; 1 TB in {1e12 * report.steps / written:,.0f} steps"
         )
     if saves := _saves(run):
         *others, last = map(str, saves)
@@ -241,12 +241,13 @@ def _causes(steps: Sequence[StepReport]) -> str:
         for name in names
     ]
     mean = {name: sum(step.seconds.get(name, 0.0) for step in steps) / len(steps) * scale for name in names}
-    words = [(style_of(name), f"{name} {mean[name]:.3g}") for name in names]
+    words = [(style_of(name), f"{_explained(name)} {mean[name]:.3g}") for name in names]
     note = f"Legend: mean {unit} per step."
     walls = [step.wall_s * scale for step in steps]
     most = CUT_AT * median(walls) if walls else 0.0
     if num_cut := sum(wall > most for wall in walls):
-        note += f" {num_cut} of {len(steps)} steps are cut off; the longest took {max(walls):.3g} {unit}."
+        are = "is" if num_cut == 1 else "are"
+        note += f" {num_cut} of {len(steps)} steps {are} cut off; the longest took {max(walls):.3g} {unit}."
     chart = stacked_chart("Step time by cause", "step", unit, layers, most)
     return _figure("Step time by cause", chart, legend(words), note)
 
@@ -284,7 +285,7 @@ def _timeline(timeline: Timeline | None) -> str:
         "(wait_...), and the table Links does not count them as busy."
     )
     kinds = known_first([*dict.fromkeys((*CAUSES, *LANES))], (_style_name(span) for span in timeline.spans))
-    words = legend([(style_of(kind), kind) for kind in kinds])
+    words = legend([(style_of(kind), _explained(kind)) for kind in kinds])
     chart = f'<div class="wide">{draw_timeline(timeline)}</div>'
     return _figure(f"Timeline of step {timeline.step}", chart, words, note)
 
@@ -315,6 +316,11 @@ def draw_timeline(timeline: Timeline) -> str:
 def _style_name(span: Span) -> str:
     """Return the key of a span's colour in COLOURS: the kind of a wait or of the driver's span, else the lane."""
     return span.kind if is_wait(span.kind) or span.lane == DRIVER_LANE else span.lane
+
+
+def _explained(name: str) -> str:
+    """Return a cause or lane with its meaning if it is a wait: its name alone says too little."""
+    return f"{name} ({NAMES[name][0]})" if is_wait(name) and name in NAMES else name
 
 
 def _why(report: RunReport) -> str:
@@ -352,7 +358,8 @@ def _plan(run: RunRecord) -> str:
         ]
         # a tier's peak may be below the sum of its kinds, whose peaks lie at different times
         for kind, pair in [*cells, ("in all", [source.get(tier) for source in sums])]:
-            rows.append((tier, kind, *("-" if nbytes is None else format_nbytes(nbytes) for nbytes in pair)))
+            words = run.header.meanings.get(tier, {}).get(kind, kind)
+            rows.append((tier, words, *("-" if nbytes is None else format_nbytes(nbytes) for nbytes in pair)))
     return _figure("Planned and measured", _table(("tier", "kind", "planned", "peak"), rows, num_names=2))
 
 

@@ -35,12 +35,13 @@ TIMELINE_STEP = 3
 @dataclass(frozen=True, kw_only=True)
 class RunHeader(JsonRecord):
     """The first line of a record: what is known before the first step. `planned_nbytes`: tier -> kind -> bytes.
-    `config`: key -> value as JSON, without defaults. `predicted`: the predicted step: "tokens", its seconds "step", and
-    lane -> busy seconds. `started_at`: Unix time."""
+    `meanings`: tier -> kind -> the plan's words for it. `config`: key -> value as JSON, without defaults. `predicted`:
+    the predicted step: "tokens", its seconds "step", and lane -> busy seconds. `started_at`: Unix time."""
 
     model: str
     num_parameters: int
     planned_nbytes: dict[str, dict[str, int]] = field(default_factory=dict)
+    meanings: dict[str, dict[str, str]] = field(default_factory=dict)
     facts: dict[str, str] = field(default_factory=dict)
     config: dict[str, str] = field(default_factory=dict)
     predicted: dict[str, float] = field(default_factory=dict)
