@@ -162,13 +162,13 @@ def boot_id() -> str:
     return read_text(Path("/proc/sys/kernel/random/boot_id"))
 
 
-GOOD, POOR, BAD = "ok", "slow", "off"
+GOOD, POOR, BAD, UNKNOWN = "ok", "slow", "off", "none"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of `tiered-zero doctor`. `name`: what was checked. `state`: "ok", "slow" (works, but not at full speed)
-    or "off". `fix`: what the user can do; "" if nothing."""
+    """One line of `tiered-zero doctor`. `name`: what was checked. `state`: "ok", "slow" (works, but not at full speed),
+    "off", or "none" (not measured yet). `fix`: what the user can do; "" if nothing."""
 
     name: str
     state: str

@@ -22,7 +22,7 @@ from tiered_zero.io.engine import File, IOEngine
 from tiered_zero.native import LIBRARY_DIR_VARIABLE
 from tiered_zero.plan.machine import Disk, default_path, load_machine
 from tiered_zero.sizes import GIB, MIB
-from tiered_zero.system import BAD, GOOD, POOR
+from tiered_zero.system import BAD, GOOD, POOR, UNKNOWN
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = [
@@ -45,7 +45,7 @@ def examine(directory: Path, code: int = 0) -> dict[str, dict[str, Any]]:
 def test_every_question_is_answered_and_nothing_is_left(swap_path: Path) -> None:
     found = examine(swap_path)
     assert list(found) == NAMES and os.listdir(swap_path) == []
-    assert {finding["state"] for finding in found.values()} <= {GOOD, POOR, BAD}
+    assert {finding["state"] for finding in found.values()} <= {GOOD, POOR, BAD, UNKNOWN}
     assert all(finding["found"] and "\n" not in finding["found"] + finding["fix"] for finding in found.values())
     assert found["torch"]["state"] == GOOD and found["engine aiofiles"]["state"] in (GOOD, POOR)
 
@@ -55,7 +55,7 @@ def test_one_line_each_with_a_word_for_its_colour(swap_path: Path) -> None:
     lines = result.stdout.splitlines()
     assert result.exit_code == 0 and len(lines) == len(NAMES)
     for line, name in zip(lines, NAMES, strict=True):
-        assert line.split()[0] in (GOOD, POOR, BAD) and line[5:].startswith(name)
+        assert line.split()[0] in (GOOD, POOR, BAD, UNKNOWN) and line[5:].startswith(name)
 
 
 def test_native_libraries_that_are_missing(swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,9 @@ def test_a_check_that_fails_is_a_finding(swap_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.usefixtures("no_leaks")
 def test_rates_are_measured_kept_and_shown(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those of a second disk, next to the first one's."""
-    assert "are not known; measure them with `tiered-zero doctor DIR --measure`" in examine(swap_path)["rates"]["found"]
+    rates = examine(swap_path)["rates"]
+    assert "are not known; measure them with `tiered-zero doctor DIR --measure`" in rates["found"]
+    assert rates["state"] == UNKNOWN
     for target, name, value in (
         (module, "_DISK_S", 0.5), (check, "LIMIT_S", 0.0), (check, "_SHAPES", {True: (32, 16)}),
         (check, "_MODEL_SHAPES", {True: (32, 1, 64)}),

@@ -25,9 +25,9 @@ from tiered_zero.native import find_library, why_missing
 from tiered_zero.native.update import available_cpus, supported_levels
 from tiered_zero.sizes import GIB, MIB, format_nbytes
 from tiered_zero.stopping import stop_on_signals
-from tiered_zero.system import BAD, GOOD, POOR, Finding
+from tiered_zero.system import BAD, GOOD, POOR, UNKNOWN, Finding
 
-_STYLES = {GOOD: "green", POOR: "yellow", BAD: "red"}
+_STYLES = {GOOD: "green", POOR: "yellow", BAD: "red", UNKNOWN: "yellow"}
 _PIN_TRIAL_NBYTES = 64 * MIB
 _DISK_S = 8.0
 """Seconds that --measure spends on the disk, including the time to write a file first."""
@@ -224,4 +224,4 @@ def _rates(directory: Path, measures: bool) -> Iterator[Finding]:
             yield Finding("load", POOR, found, "measure again when they have ended")
     machine, line = on_record()
     for found in (line, *(rate_lines(machine) if machine else ())):
-        yield Finding("rates", GOOD, found)
+        yield Finding("rates", GOOD if machine else UNKNOWN, found)
