@@ -97,7 +97,8 @@ def _by_tier(lines: list[str]) -> dict[str, dict[str, float]]:
 
 
 def draw(plan: Planned) -> str:
-    """Draw the bytes of the run in one bar, then the bars of the tiers, each in a frame of its size."""
+    """Draw the bytes of the run in one bar, then the bars of the tiers; the GPU and memory have frames of their
+    size."""
     scale, left, bars = 5.6, 170, []
     state = {kind: plan.total(kind) for kind in list(KINDS)[:3]}
     rows: list[tuple[str, str, Mapping[str, float], float]] = [
@@ -106,7 +107,7 @@ def draw(plan: Planned) -> str:
     for tier, name, size in (
         ("device", "GPU, 24 GB", 24.0),
         ("host", "memory, 64 GB", 64.0),
-        ("nvme", "of a disk of 2 TB", 120.0),
+        ("nvme", "of a disk of 2 TB", 0.0),
     ):
         kinds = plan.gib.get(tier, {})
         rows.append((name, plan.totals.get(tier, "0 B"), kinds, size))
