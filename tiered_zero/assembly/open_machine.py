@@ -55,7 +55,8 @@ SHUTDOWN = (
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Source:
     """Where a run gets its first values: a checkpoint (`found`), files (`weights`), or the model itself (both None).
-    `adoption`: the in-place commit in whose swap files the run goes on, or None. `warnings`: lines for the log."""
+    `adoption`: the in-place commit whose swap files this run takes over; None: the run makes new ones. `warnings`:
+    lines for the log."""
 
     found: FoundCheckpoint | None
     adoption: Adoption | None

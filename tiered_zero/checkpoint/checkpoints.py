@@ -188,8 +188,9 @@ class Checkpoints:
     def load(
         self, found: FoundCheckpoint, parts: LoadParts, *, strict: bool = True, place: Callable[[], None] | None = None
     ) -> dict[str, Any]:
-        """Load a checkpoint into the run and return its client_state. All but bytes and the schedule's state is checked
-        on every rank before anything changes; an error after that makes the engine unusable. `strict`: whether
+        """Load a checkpoint into the run and return its client_state. Every rank first
+        checks everything except the values of tensors and the learning rate scheduler's state. An error after these
+        checks makes the engine unusable. `strict`: whether
         missing and unexpected names are refused; else they are logged. `place`: puts the model on its tiers, after the
         checks; None: the model is there already. Raises ModelError, ConfigError, StoreError, CorruptionError,
         TransferError, and what the scheduler raises."""

@@ -89,8 +89,8 @@ CopyNorm = tuple[int, int | None, int, Dtype, Dtype, bool]
 
 
 class _CopyNormArgs(ctypes.Structure):
-    """One array to copy. `source`, `target`: addresses; without a target, `source` is only read. `add`: add to the
-    target. Types are `Dtype`s."""
+    """One array to copy, and to add to a sum of squares. `source`, `target`: addresses; without a target nothing is
+    copied. `add`: add the array to the target. The types are numbers of `Dtype`."""
 
     _fields_ = struct_fields(
         (ctypes.c_void_p, "source target"),

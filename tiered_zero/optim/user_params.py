@@ -133,7 +133,7 @@ class UserParameters(GradientSource):
         return segment.part_of(self._flat_grad[1]).to("cpu")
 
     def release_gradients(self) -> None:
-        """Drop the gradient that `part` read last. Called at the end of a step."""
+        """Drop the one gradient that the method `part` keeps. Called at the end of a step."""
         self._flat_grad = None
 
     # -- the sink of parameters ----------------------------------------------------------------------------------------

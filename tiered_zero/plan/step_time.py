@@ -73,7 +73,7 @@ DISK: Final = {"disk read": "disk", "disk write": "disk"}
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The work of a step of `accumulation` micro-batches."""
+    """What a step computes and moves, from which its seconds are predicted."""
 
     tokens: int  # of one micro-batch
     forward_flops: float  # of one micro-batch

@@ -335,7 +335,8 @@ class SwapStore:
         finish: Callable[[], None],
     ) -> Transfer:
         """Start one request, and return its transfer. `act`: IOEngine.read or IOEngine.write. `parts`: receives the
-        transfers of all pieces. `finish`: waits for `parts`, then verifies or records the bytes."""
+        transfers of all pieces. `finish`: waits for `parts`. Then it verifies
+        the checksums of what was read, or stores those of what was written."""
         begun_s = time.perf_counter()
 
         def work() -> None:

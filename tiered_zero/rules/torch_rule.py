@@ -191,7 +191,8 @@ def example_leaf(values: torch.Tensor) -> torch.Tensor:
 
 
 def leaves_of(runs: Sequence[Run]) -> list[torch.Tensor]:
-    """Return the masters of `runs` as parameters. `.grad` is the run's gradient in fp32, multiplied by the scale."""
+    """Return the masters of `runs` as parameters. `.grad` is the run's gradient in fp32, multiplied by
+    `Run.grad_scale`."""
     leaves = [run.master.detach().requires_grad_() for run in runs]
     grads = [run.grad for run in runs]
     if any(grad.dtype != torch.float32 for grad in grads):

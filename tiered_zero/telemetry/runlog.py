@@ -36,7 +36,8 @@ TIMELINE_STEP = 3
 class RunHeader(JsonRecord):
     """The first line of a record: what is known before the first step. `planned_nbytes`: tier -> kind -> bytes.
     `meanings`: tier -> kind -> the plan's words for it. `config`: key -> value as JSON, without defaults. `predicted`:
-    the predicted step: "tokens", its seconds "step", and lane -> busy seconds. `started_at`: Unix time."""
+    "tokens" -> tokens of a step, "step" -> its predicted seconds, and for each lane: name -> predicted busy seconds.
+    `started_at`: Unix time."""
 
     model: str
     num_parameters: int

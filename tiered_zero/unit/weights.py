@@ -230,8 +230,8 @@ class WeightFiles:
             self._paths.update(dict.fromkeys(names, path))
 
     def check(self, model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec]) -> list[str]:
-        """Return warnings about tensors in the files that the model does not use. Raises ModelError if the model has no
-        parameter on meta, or if the files lack one or have it in a wrong shape or dtype."""
+        """Return warnings about tensors in the files that the model does not use. Raises ModelError if no parameter
+        of the model is on meta, or if the files lack a parameter or have it in another shape or dtype."""
         missing_values = [spec for param, spec in specs.items() if param.is_meta]
         if not missing_values:
             raise ModelError(
