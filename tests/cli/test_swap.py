@@ -70,8 +70,9 @@ def test_gc_removes_the_dead_and_keeps_what_can_be_resumed(swap_path: Path, runs
     assert left() == {"live", "committed", "scratch"}
     assert "were freed" in run("gc", swap_path).output
     assert left() == {"live", "committed"}
-    removed = [item["run"]["path"] for item in answer("gc", swap_path, "--committed")["runs"] if item["removed"]]
-    assert removed == [str(runs["committed"])]
+    (removed,) = [item for item in answer("gc", swap_path, "--committed")["runs"] if item["removed"]]
+    assert removed["run"]["path"] == str(runs["committed"])
+    assert removed["reason"].endswith("; its commit of step 12 is removed with it")
     assert left() == {"live"}
 
 

@@ -429,6 +429,7 @@ def _collect(run: RunInfo, dry_run: bool, committed: bool, unknown: bool) -> Col
     """Remove one run's directory, unless `_refusal` keeps it, and return what was done. Raises OSError, StoreError."""
     if (refusal := _refusal(run, committed, unknown)) is not None:
         return Collected(run=run, removed=False, reason=refusal)
+    why = run.reason if run.step is None else f"{run.reason}; its commit of step {run.step} is removed with it"
     parent, name = run.path.parent.resolve(), run.path.name
     with open_directory(parent) as parent_fd, open_directory(name, parent_fd) as fd:
         strange = sorted(each for each in names_in(fd) if each not in _RUN_FILES and not each.startswith(_PROBE_PREFIX))
@@ -436,7 +437,7 @@ def _collect(run: RunInfo, dry_run: bool, committed: bool, unknown: bool) -> Col
             reason = f"holds {strange[0]!a}, which no run makes; remove it by hand"
             return Collected(run=run, removed=False, reason=reason)
         if dry_run:
-            return Collected(run=run, removed=True, reason=run.reason)
+            return Collected(run=run, removed=True, reason=why)
         lock = _take_lock(fd, unknown)
         try:
             again = _inspect(run.path, name, parent_fd, locked=False)
@@ -446,7 +447,7 @@ def _collect(run: RunInfo, dry_run: bool, committed: bool, unknown: bool) -> Col
         finally:
             lock.close()  # before rmdir: NFS keeps an open file in its directory under another name
         os.rmdir(name, dir_fd=parent_fd)
-    return Collected(run=run, removed=True, reason=run.reason)
+    return Collected(run=run, removed=True, reason=why)
 
 
 def _take_lock(dir_fd: int, unknown: bool) -> Descriptor:
