@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -216,6 +217,19 @@ def test_training_goes_on_after_a_full_disk_and_fails_if_the_last_save_does(
     assert "failed, and training goes on: The disk is full: 3 bytes are free." in result.stderr
     saved = sorted(path.name for path in Path("ck").glob("global*"))
     assert saved == ["global_step2", "global_step6"], "the save after the one that failed is made"
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_named_at_the_start(
+    swap_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(swap_path)
+    task = (str(CONFIGS / "gpt_cpu.json"), *SMALL[:2], "--steps", 1, "--save")
+    assert "are free for" not in train(*task, "ck").stderr
+    (data,) = Path("ck").glob("*/data-00000.bin")
+    usage = shutil.disk_usage(".")._replace(free=data.stat().st_size - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    log = train(*task, "new/ck").stderr
+    assert re.search(r"--save: a checkpoint takes at least .* are free for new/ck\..*saving new/ck", log, re.DOTALL)
 
 
 def test_a_committed_step_without_its_tag_is_resumed(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

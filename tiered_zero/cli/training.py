@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import shutil
 import struct
 import time
 from collections import deque
@@ -66,6 +67,19 @@ def check_new(directory: Path) -> None:
         raise ConfigError(
             f"--save: {directory} was expected to have no checkpoints; found some, up to {saved[-1]}. Add --resume "
             "to go on from them, or name another directory."
+        )
+
+
+def warn_of_room(directory: Path, nbytes: int) -> None:
+    """Log a warning if fewer than `nbytes`, the least that a checkpoint takes, are free on the disk of `directory`."""
+    place = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    free_nbytes = shutil.disk_usage(place).free
+    if free_nbytes < nbytes:
+        logger.warning(
+            "--save: a checkpoint takes at least %s; %s are free for %s. Free some space there before the first save.",
+            format_nbytes(nbytes),
+            format_nbytes(free_nbytes),
+            directory,
         )
 
 
@@ -185,6 +199,8 @@ class Training:
             self._resumed_from, saved = str(path), client_state.get(_STATE_KEY)
             self._loss_before = saved.get(_LOSS) if isinstance(saved, dict) else None
             logger.info("resumed from %s: %d steps, and their batches, are not made again", path, engine.global_steps)
+        if options.save is not None and self._rank == 0 and not engine.config.tiered_zero.checkpoint.in_place:
+            warn_of_room(options.save, sum(engine.plan.nbytes(tier, "state") for tier in TIERS))
         progress.begin_at(engine.global_steps)
         stop.at_boundary = options.save is not None or self._world_size > 1  # ranks end after the same step
         if options.save is None or self._rank > 0:
