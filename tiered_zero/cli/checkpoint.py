@@ -117,10 +117,10 @@ def verify_command(directory: Path, as_json: bool) -> None:
         rows = [(info.tag, format_nbytes(info.nbytes), outcomes[info.tag]) for info in tags]
         empty = f"No checkpoints. {swap_directories(directory)}".rstrip()
         print_table(("checkpoint", "bytes", "outcome"), rows, empty)
-        for tag, texts in broken.items():
-            _echo_reasons((tag, text) for text in texts[:3])
+        for texts in broken.values():
             if len(texts) > 3:
-                click.echo(printable(f"{tag}: {len(texts)} places are broken, and 3 are named; --json names all."))
+                texts[3:] = [f"{len(texts)} places are broken, and 3 are named; --json names all."]
+        _echo_reasons((tag, text) for tag, texts in broken.items() for text in texts)
         for reasons in (lost, not_verified, passed_over):
             _echo_reasons(reasons.items())
         if tags and not not_verified and len(broken) == len(problems):
