@@ -30,7 +30,8 @@ from tiered_zero.cli.console import CONFIG_FILE, DEMO_MODEL, DEMO_STEPS, DIRECTO
 @click.option(
     "--resume",
     is_flag=True,
-    help="With --save: go on from the newest complete checkpoint there. Model, data, batch and seed must be the same.",
+    help="With --save: go on from the checkpoint that the file latest there names, else from the newest whole one. "
+    "Model, data, batch and seed must be the same.",
 )
 @JSON_OPTION
 @click.pass_context
