@@ -539,7 +539,7 @@ class RecordPlaces(NamedTuple):
 
 def copied_places(scalars: Scalars) -> RecordPlaces:
     """Return the places to which a full save writes. A sub-group's record holds its slot, then its parameters if they
-    are half of its masters. `scalars`: tells which slots hold state in addition to masters."""
+    are half of its masters. `scalars`: shows which slots hold state in addition to masters."""
 
     def state(layout: StateLayout) -> RecordName:
         return RecordName(0, f"state/{layout.subgroup.index}")

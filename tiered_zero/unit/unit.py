@@ -279,7 +279,7 @@ class FlatStorage:
 
     def detach_params(self) -> None:
         """Make the parameters plain when the engine closes, with copies of their values. If the flat has no memory,
-        guard them for good."""
+        guard them instead."""
         if not self.is_full:
             self.orphan_params()
             return
@@ -293,7 +293,7 @@ class FlatStorage:
                 release_param(param, own)
 
     def orphan_params(self) -> None:
-        """Guard the parameters for good when the engine closes. They then refer to nothing of the engine."""
+        """Guard the parameters when the engine closes. They then refer to nothing of the engine."""
         self.guard()
         for param, own in zip(self._params, self._classes, strict=True):
             set_handler(param, ClosedEngine(self.unit.name, own))

@@ -265,7 +265,7 @@ def _runtime() -> Any:
 
 @final
 class EventMarker:
-    """A recorded event for which several threads may wait: one waits for the device, the others for that thread."""
+    """A recorded event that several threads may wait for. One waits for the device, the others for that thread."""
 
     def __init__(self, event: torch.Event) -> None:
         self.event = event

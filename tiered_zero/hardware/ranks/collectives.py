@@ -139,7 +139,7 @@ def ensure_many(timeout_s: float, dist_init_required: bool | None = None) -> Non
             f"found {rank!r}. torchrun sets both."
         )
     try:
-        _meet(timeout_s)  # for good: the launcher's store accepts no second group
+        _meet(timeout_s)  # never left: the launcher's store accepts no second group
     except (RuntimeError, ValueError, OSError) as error:
         raise RankError(
             f"rank {rank}: the process group of {world_size} ranks cannot be made at {os.environ['MASTER_ADDR']}:"
