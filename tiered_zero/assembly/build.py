@@ -440,12 +440,10 @@ def _make_policy(
         if not whole.units:
             return BarrierPolicy(pipeline, pager)
         return GatheringPolicy(pipeline, pager, whole)
+    if choice.policy == "delayed":
+        return DelayedPolicy(pipeline, pager, run_spec.config.tiered_zero.delay_start_step)
     eagerly = partial(EagerUpdate, run_spec.layouts, gradients.freeze, gradients.keep)
-    in_backward = eagerly if choice.optimizer_in_backward else None
-    overlapped = OverlappedPolicy(pipeline, pager, in_backward)
-    if choice.policy == "overlapped":
-        return overlapped
-    return DelayedPolicy(overlapped, run_spec.config.tiered_zero.delay_start_step)
+    return OverlappedPolicy(pipeline, pager, eagerly if choice.optimizer_in_backward else None)
 
 
 def _make_observers(run_spec: RunSpec, runtime: Runtime, resources: Teardown) -> list[Callable[[StepReport], None]]:

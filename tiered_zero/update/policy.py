@@ -511,14 +511,12 @@ class OverlappedPolicy(UpdatePolicy):
         self._started = job
 
 
-class DelayedPolicy(UpdatePolicy):
-    """Runs updates one step late: `delayed`. Updates write to the back slots, a second set of slots for parameters.
-    `exact`: runs the updates of the first `start_step` steps; its lane runs the later ones too."""
+class DelayedPolicy(OverlappedPolicy):
+    """Runs updates one step late: `delayed`. Updates write to the back slots, a second set of slots for parameters. The
+    first `start_step` steps are exact, as those of `overlapped`."""
 
-    def __init__(self, exact: OverlappedPolicy, start_step: int) -> None:
-        super().__init__(exact._pipeline, exact.pager)
-        self.failures = exact.failures
-        self._exact = exact
+    def __init__(self, pipeline: UpdatePipeline, pager: Pager, start_step: int) -> None:
+        super().__init__(pipeline, pager)
         self._start_step = start_step
         self._is_unpublished = False
         """Whether an update to the back slots has begun, and its new values are not visible yet."""
@@ -534,27 +532,21 @@ class DelayedPolicy(UpdatePolicy):
         self._finish()
         return super().at_cut(job)
 
-    def run_behind(self, act: Callable[[], None], after: Sequence[Transfer] = ()) -> None:
-        self._exact.run_behind(act, after)
-
-    def _is_idle(self) -> bool:
-        return self._exact._is_idle()
-
     def prepare(self) -> None:
         if self.num_applied < self._start_step:
-            self._exact.prepare()
+            super().prepare()
         else:
             self._finish()
 
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
-        self.num_applied += 1
-        if self.num_applied <= self._start_step:
-            self._exact.apply(gradients, grad_scale)
+        if self.num_applied < self._start_step:
+            super().apply(gradients, grad_scale)
             return
+        self.num_applied += 1
         job = self._job(gradients, grad_scale, param_kind="param_back", every_subgroup=True)
-        self._exact.pager.begin_back_update()
+        self.pager.begin_back_update()
         self._is_unpublished = True
-        self._exact.run_behind(partial(self._step, job), after=[job.after])
+        self.run_behind(partial(self._step, job), after=[job.after])
 
     def prepare_evaluation(self) -> None:
         self._finish()
@@ -562,14 +554,11 @@ class DelayedPolicy(UpdatePolicy):
     def check(self) -> None:
         super().check()
         if self._is_publishing:  # also after a failed attempt
-            self._exact.pager.swap_param_buffers()
+            self.pager.swap_param_buffers()
             self._is_unpublished = False
             self._is_publishing = False
 
     def _finish(self) -> None:
-        self._exact._finish()
+        self._join()
         self._is_publishing = self._is_unpublished
         self.check()
-
-    def latch(self, why: str) -> None:
-        self._exact.latch(why)
