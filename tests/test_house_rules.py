@@ -131,7 +131,6 @@ def constructors_take_few_arguments(source: Source) -> Found:
 
 
 POSITIONAL_RECORDS = {
-    "BufferView": "two views of the same bytes, of different types",
     "Finding": "a line of a printed table, written as such",
     "FlatEntry": "what, and where it starts",
     "Home": "what, and where it starts",

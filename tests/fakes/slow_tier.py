@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from tests.support.inspection.insides import HostBuffer, Slot, Tier, UnitUpdate, as_bytes
+from tests.support.inspection.insides import Slot, Tier, UnitUpdate, as_bytes
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import TransferError
 
@@ -78,13 +78,11 @@ class SlowTier(Tier):
     def view(self, slot: Slot) -> None:
         return None
 
-    def read(self, slot: Slot, out: HostBuffer, offset: int = 0) -> Transfer:
-        target = out.tensor
-        return self._start("read", slot, target, self.contents[slot.name][offset : offset + target.numel()])
+    def read(self, slot: Slot, out: torch.Tensor, offset: int = 0) -> Transfer:
+        return self._start("read", slot, out, self.contents[slot.name][offset : offset + out.numel()])
 
-    def write(self, slot: Slot, data: HostBuffer, offset: int = 0, after: Transfer | None = None) -> Transfer:
-        source = data.tensor
-        return self._start("write", slot, self.contents[slot.name][offset : offset + source.numel()], source)
+    def write(self, slot: Slot, data: torch.Tensor, offset: int = 0, after: Transfer | None = None) -> Transfer:
+        return self._start("write", slot, self.contents[slot.name][offset : offset + data.numel()], data)
 
     def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:
         target = as_bytes(out).data  # a version counter of its own, as an accelerator's copies have

@@ -9,7 +9,6 @@ from torch import nn
 
 from tests.lagging.child import on_device
 from tests.lagging.cuda import LaggingDevice
-from tests.support.inspection.insides import BufferView
 from tiered_zero.concurrency.transfer import COMPLETED
 from tiered_zero.hardware.runtime import build_accelerator
 from tiered_zero.layout.subgroups import pack_params
@@ -91,8 +90,7 @@ def test_a_write_to_a_second_device_is_complete_once_it_says_so(device: LaggingD
     device.set(h2d_bytes_per_s=2e6)
     for subgroup in pack_params(user.specs, 1 << 20, elementwise=True):
         for segment in subgroup.segments:
-            window = BufferView(memory, memoryview(memory.numpy()))
-            written, _ = user.write(segment, "param", window, COMPLETED, None)
+            written, _ = user.write(segment, "param", memory, COMPLETED, None)
             written.wait()
             memory.zero_()
             assert params[segment.unit.index].any(), segment.unit.name

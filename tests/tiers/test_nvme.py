@@ -111,8 +111,8 @@ def test_a_failing_write_raises_where_waited(swap_path: Path) -> None:
         slot = rig.tier.reserve("a", 2 * PAGE_NBYTES, "state")
         with rig.buffers.lease(PAGE_NBYTES) as lease:
             lease.tensor.zero_()
-            rig.tier.write(slot, lease).wait()
-            transfer = rig.tier.write(slot, lease, PAGE_NBYTES)
+            rig.tier.write(slot, lease.tensor).wait()
+            transfer = rig.tier.write(slot, lease.tensor, PAGE_NBYTES)
             with pytest.raises(TransferError, match="no space"):
                 transfer.wait()
             assert transfer.done()
@@ -143,8 +143,8 @@ def test_fetches_are_urgent_and_reads_of_state_are_not(swap_path: Path, num_buff
         engine.held.clear()
         rig.tier.fetch(home.slot, torch.zeros_like(data)).wait()
         with rig.buffers.lease(PAGE_NBYTES) as lease:
-            rig.tier.read(home.slot, lease).wait()
-            rig.tier.write(home.slot, lease).wait()
+            rig.tier.read(home.slot, lease.tensor).wait()
+            rig.tier.write(home.slot, lease.tensor).wait()
         kinds = [(transfer.request.kind, transfer.request.urgent) for transfer in engine.held]
         assert kinds == [("read", True)] * 4 + [("read", False), ("write", False)]
 
@@ -206,7 +206,7 @@ def test_a_slot_that_is_written_once_is_charged_twice_when_it_changes_after_a_co
         with rig.buffers.lease(PAGE_NBYTES, "a") as lease:
             for value, num_places in ((1, 1), (1, 1), (2, 2)):
                 lease.tensor.fill_(value)
-                rig.tier.write(slot, lease).wait()
+                rig.tier.write(slot, lease.tensor).wait()
                 assert held_nbytes(rig.runtime.ledger, "nvme") == num_places * PAGE_NBYTES
                 rig.tier.store.commit(value, {})
     assert held_nbytes(rig.runtime.ledger, "nvme") == 0

@@ -15,7 +15,7 @@ from tests.support.tier_rig import Rig, open_rig
 from tiered_zero.errors import EngineFailedError, TransferError
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.step_gradients import FlatWindows, PagedFlat
-from tiered_zero.tiers.tier import BufferView, Home
+from tiered_zero.tiers.tier import Home
 
 NUMEL = 2048
 """A page of 16 bit."""
@@ -39,8 +39,7 @@ class World:
     def read(self, index: int) -> torch.Tensor | None:
         """By way of a buffer, as the update does."""
         raw = torch.zeros(2 * NUMEL, dtype=torch.uint8)
-        out = BufferView(raw, memoryview(raw.numpy()))
-        done = self.windows.read(self.flats[index], 0, out)
+        done = self.windows.read(self.flats[index], 0, raw)
         if done is None:
             return None
         done.wait()

@@ -49,9 +49,9 @@ def test_a_rack_moves_bytes_without_an_engine_and_leaves_nothing(swap_path: Path
     assert rack.state_staging is not None
     with rack.state_staging.lease(PAGE_NBYTES) as lease:
         lease.tensor.copy_(data)
-        tier.write(slot, lease).wait()
+        tier.write(slot, lease.tensor).wait()
         lease.tensor.zero_()
-        tier.read(slot, lease).wait()
+        tier.read(slot, lease.tensor).wait()
         assert torch.equal(lease.tensor, data)
     rack.drain()
     resources.close()

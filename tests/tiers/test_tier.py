@@ -24,12 +24,12 @@ def write(rig: Rig, slot: Slot, data: torch.Tensor, offset: int = 0, after: Tran
     """`after`: compute's mark, on a lane."""
     with rig.buffers.lease(data.numel()) as lease:
         lease.tensor.copy_(data)
-        rig.tier.write(slot, lease, offset, after).wait()
+        rig.tier.write(slot, lease.tensor, offset, after).wait()
 
 
 def read(rig: Rig, slot: Slot, nbytes: int, offset: int = 0) -> torch.Tensor:
     with rig.buffers.lease(nbytes) as lease:
-        rig.tier.read(slot, lease, offset).wait()
+        rig.tier.read(slot, lease.tensor, offset).wait()
         return lease.tensor.clone()
 
 

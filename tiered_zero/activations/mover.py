@@ -7,7 +7,7 @@ import weakref
 from collections import Counter, deque
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Protocol, final
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -23,7 +23,7 @@ from tiered_zero.plan.activations import ActivationPlan
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
 from tiered_zero.system import map_memory
 from tiered_zero.tiers.nvme import NvmeTier
-from tiered_zero.tiers.tier import BufferView, HostTier
+from tiered_zero.tiers.tier import HostTier
 
 LANE = "activations"
 MAX_HOLES_NBYTES = 64 * MIB
@@ -113,7 +113,7 @@ class NvmePlace:
             lease = self._lease(part.numel())
             try:
                 self._accelerator.copy(lease.tensor[: part.numel()], part, finish=True)
-                transfer = self._tier.write(self._slot, lease, at + start)
+                transfer = self._tier.write(self._slot, lease.tensor, at + start)
             except BaseException:
                 lease.release()
                 raise
@@ -123,7 +123,8 @@ class NvmePlace:
         self._finish(range(at, at + target.numel()))
         if self._reads_directly:
             self._heap.add(target.numel())
-            self._wait(self._tier.read(self._slot, _pages(target), at, urgent=True))
+            pages = torch.empty(0, dtype=torch.uint8).set_(target.untyped_storage())  # whole ones, as mapped
+            self._wait(self._tier.read(self._slot, pages, at, urgent=True))
             return
         reads: deque[tuple[torch.Tensor, Transfer, Lease]] = deque()
         try:
@@ -133,7 +134,7 @@ class NvmePlace:
                     self._land(*reads.popleft())
                 lease = self._lease(part.numel())
                 try:
-                    reads.append((part, self._tier.read(self._slot, lease, at + start, urgent=True), lease))
+                    reads.append((part, self._tier.read(self._slot, lease.tensor, at + start, urgent=True), lease))
                 except BaseException:
                     lease.release()
                     raise
@@ -180,13 +181,6 @@ class NvmePlace:
     def _wait(self, transfer: Transfer) -> None:
         with self._recorder.span(LANE, "wait_activation"):  # the disk works, not this lane
             transfer.wait()
-
-
-def _pages(target: torch.Tensor) -> BufferView:
-    """Return the whole pages of a target's memory, as `new_target` has mapped them."""
-    pages = torch.empty(0, dtype=torch.uint8).set_(target.untyped_storage())
-    array: Any = pages.numpy()
-    return BufferView(pages, memoryview(array))
 
 
 # -- saved tensors -----------------------------------------------------------------------------------------------------

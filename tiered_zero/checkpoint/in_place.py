@@ -75,7 +75,7 @@ from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up, format_nbytes
 from tiered_zero.system import map_memory
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.rack import AdoptedStore, nvme_needs
-from tiered_zero.tiers.tier import BufferView, Home, as_bytes, read_slot
+from tiered_zero.tiers.tier import Home, as_bytes, read_slot
 
 logger = logging.getLogger("tiered_zero")
 
@@ -286,7 +286,7 @@ class DurableCopies:
         try:
             for unit, home in self._updated:  # half of their masters: 2 of the 10 bytes of a parameter's state
                 raw = as_bytes(self._flat(unit))
-                writes.append(home.tier.write(home.slot, BufferView(raw, raw.numpy().data)))
+                writes.append(home.tier.write(home.slot, raw))
             window = torch.frombuffer(map_memory(_CHUNK_NBYTES), dtype=torch.uint8)
             for unit, home in self._kept:
                 self._write_changed(home, as_bytes(self._flat(unit)), window)
@@ -303,10 +303,9 @@ class DurableCopies:
             chunk = window[: align_up(part.numel(), PAGE_NBYTES)]
             chunk.zero_()
             chunk[: part.numel()].copy_(part)
-            view = chunk.numpy().data
-            digest = xxhash.xxh3_64_intdigest(view)
+            digest = xxhash.xxh3_64_intdigest(chunk.numpy().data)
             if self._digests.get((home.slot.name, start)) != digest:
-                home.tier.write(home.slot, BufferView(chunk, view), start).wait()
+                home.tier.write(home.slot, chunk, start).wait()
                 self._digests[home.slot.name, start] = digest
 
 

@@ -584,11 +584,11 @@ class StateLoader:
         for start in range(0, home.slot.nbytes, staging.buffer_nbytes):  # one checksum covers one whole piece
             with staging.lease(min(staging.buffer_nbytes, home.slot.nbytes - start), home.slot.name) as lease:
                 if keeps:
-                    home.tier.read(home.slot, lease, start).wait()
+                    home.tier.read(home.slot, lease.tensor, start).wait()
                 else:
                     lease.tensor.zero_()
                 self._fill_unit(unit, lease.tensor.view(unit.dtype), home.start + start // unit.itemsize)
-                home.tier.write(home.slot, lease, start).wait()
+                home.tier.write(home.slot, lease.tensor, start).wait()
 
     def _fill_unit(self, unit: Unit, flat: torch.Tensor, first: int) -> None:
         """Fill `flat`, 1-D, with the unit's elements from `first` on."""

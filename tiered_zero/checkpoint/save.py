@@ -291,7 +291,7 @@ class StateSaver:
         for start in range(0, home.slot.nbytes, staging.buffer_nbytes):  # only whole pieces can be verified
             nbytes = min(staging.buffer_nbytes, home.slot.nbytes - start)
             with staging.lease(nbytes, home.slot.name, lane="update") as lease:
-                home.tier.read(home.slot, lease, start).wait()
+                home.tier.read(home.slot, lease.tensor, start).wait()
                 yield lease.tensor[:nbytes]
 
     def _send_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:

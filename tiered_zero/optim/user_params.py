@@ -14,7 +14,7 @@ from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import Segment
 from tiered_zero.tiers.step_gradients import GradientSource
-from tiered_zero.tiers.tier import BufferView, UnitUpdate
+from tiered_zero.tiers.tier import UnitUpdate
 from tiered_zero.unit.guard import handler_of
 from tiered_zero.unit.model import kept_stride
 
@@ -144,17 +144,17 @@ class UserParameters(GradientSource):
             return None
         return segment.part_of(segment.unit.entries[0].param.flatten(self.params[index].detach()))
 
-    def read(self, segment: Segment, kind: str, window: BufferView | None) -> Transfer | None:
+    def read(self, segment: Segment, kind: str, window: Tensor | None) -> Transfer | None:
         if window is not None:
             spec, param = segment.unit.entries[0].param, self.params[segment.unit.index]
-            window.tensor.view(segment.unit.dtype).copy_(segment.part_of(spec.flatten(param.detach())))
+            window.view(segment.unit.dtype).copy_(segment.part_of(spec.flatten(param.detach())))
         return None
 
     def write(
-        self, segment: Segment, kind: str, window: BufferView, after: Transfer, unit_update: UnitUpdate | None
+        self, segment: Segment, kind: str, window: Tensor, after: Transfer, unit_update: UnitUpdate | None
     ) -> tuple[Transfer, int | None]:
         spec, param = segment.unit.entries[0].param, self.params[segment.unit.index].detach()
-        values = window.tensor.view(segment.unit.dtype)
+        values = window.view(segment.unit.dtype)
 
         def copy() -> None:
             flat = spec.flatten(param)

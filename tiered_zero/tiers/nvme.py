@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from tiered_zero.plan.placement import COMMIT_KINDS
 from tiered_zero.record.manifest import Record
 from tiered_zero.record.store import SwapStore
 from tiered_zero.sizes import PAGE_NBYTES, align_up
-from tiered_zero.tiers.tier import HostBuffer, Slot, StartCopy, Tier, UnitUpdate, as_bytes
+from tiered_zero.tiers.tier import Slot, StartCopy, Tier, UnitUpdate, as_bytes
 
 
 @dataclass(kw_only=True)
@@ -40,7 +41,7 @@ class _Fetch:
 
     record: Record
     target: torch.Tensor
-    pages: memoryview | None
+    pages: torch.Tensor | None
     update: UnitUpdate | None
     chunks: list[_Chunk] = field(default_factory=list)
     is_deferred: bool = False
@@ -52,6 +53,12 @@ def _release_all(chunks: list[_Chunk]) -> None:
         with chunk.lease or nullcontext():
             if chunk.read:
                 wait_quietly(chunk.read)
+
+
+def _memory(buffer: torch.Tensor) -> memoryview:
+    """Return the bytes of a buffer for the store. They keep its memory alive."""
+    array: Any = buffer.numpy()
+    return memoryview(array)
 
 
 class NvmeTier(Tier):
@@ -96,13 +103,13 @@ class NvmeTier(Tier):
     def view(self, slot: Slot) -> None:
         return None
 
-    def read(self, slot: Slot, out: HostBuffer, offset: int = 0, *, urgent: bool = False) -> Transfer:
+    def read(self, slot: Slot, out: torch.Tensor, offset: int = 0, *, urgent: bool = False) -> Transfer:
         """Read as `Tier.read` says. `urgent`: compute waits for this read; see `IOEngine.read`."""
-        return self.store.read(self._records[slot.name], out.memory, offset, urgent=urgent)
+        return self.store.read(self._records[slot.name], _memory(out), offset, urgent=urgent)
 
-    def write(self, slot: Slot, data: HostBuffer, offset: int = 0, after: Transfer | None = None) -> Transfer:
+    def write(self, slot: Slot, data: torch.Tensor, offset: int = 0, after: Transfer | None = None) -> Transfer:
         record = self._records[slot.name]
-        transfer = self.store.write(record, data.memory, offset)
+        transfer = self.store.write(record, _memory(data), offset)
         if slot.name in self._once:
             self._charge(slot, self.store.num_slots(record))
         return transfer
@@ -166,10 +173,10 @@ class NvmeTier(Tier):
             nbytes = align_up(end - start, PAGE_NBYTES)
             # urgent: compute waits for parameters; the prefetch limit bounds how long reads of state wait
             if pages is not None:
-                chunk.read = self.store.read(record, pages[start : start + nbytes], start, urgent=True)
+                chunk.read = self.store.read(record, _memory(pages[start : start + nbytes]), start, urgent=True)
             elif takes_buffers and (lease := self._staging.lease_nowait(nbytes, record.name)) is not None:
                 chunk.lease = lease
-                chunk.read = self.store.read(record, lease.memory, start, urgent=True)
+                chunk.read = self.store.read(record, _memory(lease.tensor), start, urgent=True)
             else:
                 takes_buffers = False
 
@@ -184,7 +191,7 @@ class NvmeTier(Tier):
                 nbytes = chunk.part.numel()
                 if chunk.read is None:
                     chunk.lease = self._staging.lease(align_up(nbytes, PAGE_NBYTES), record.name, lane="fetch")
-                    chunk.read = self.store.read(record, chunk.lease.memory, chunk.offset, urgent=True)
+                    chunk.read = self.store.read(record, _memory(chunk.lease.tensor), chunk.offset, urgent=True)
                 del chunks[0]
                 moved_nbytes = nbytes if chunk.lease else 0  # else the disk's own span counts the bytes
                 with chunk.lease or nullcontext(), self._recorder.span("fetch", "fetch", record.name, moved_nbytes):

@@ -28,7 +28,7 @@ from tiered_zero.hardware.memory.host_memory import Lease, StagingPool
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import Segment
 from tiered_zero.telemetry.spans import Recorder
-from tiered_zero.tiers.tier import BufferView, Home
+from tiered_zero.tiers.tier import Home
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class GradientSource(ABC):
         """Block until `part` can read the unit's gradients."""
         return
 
-    def read_part(self, segment: Segment, out: BufferView) -> Transfer | None:
+    def read_part(self, segment: Segment, out: torch.Tensor) -> Transfer | None:
         """Start to fill `out` with the segment's gradients from NVMe. Return the transfer; None if they are not on
         NVMe."""
         return None
@@ -115,7 +115,7 @@ class StepGradients(GradientSource):
                     stack.enter_context(windows.awaited())
             last.wait()
 
-    def read_part(self, segment: Segment, out: BufferView) -> Transfer | None:
+    def read_part(self, segment: Segment, out: torch.Tensor) -> Transfer | None:
         share = self.shares.get(segment.unit.index)
         if share is None or share.paged is None:
             return None
@@ -194,8 +194,7 @@ def _write(flat: PagedFlat, lease: Lease) -> Transfer:
     parts: list[Transfer] = []
     try:
         for first, stop in pairwise(index * flat.dtype.itemsize for index in flat.cuts):
-            part = BufferView(lease.tensor[first:stop], lease.memory[first:stop])
-            parts.append(flat.home.tier.write(flat.home.slot, part, first))
+            parts.append(flat.home.tier.write(flat.home.slot, lease.tensor[first:stop], first))
     except Exception:
         for transfer in parts:
             wait_quietly(transfer)
@@ -230,12 +229,12 @@ class FlatWindows:
                 flat.num_users -= 1
                 self._changed.notify_all()
 
-    def read(self, flat: PagedFlat, offset: int, out: BufferView) -> Transfer | None:
+    def read(self, flat: PagedFlat, offset: int, out: torch.Tensor) -> Transfer | None:
         """Fill `out` with the flat's bytes from `offset`. Return the transfer; None if the flat holds no bytes. Raises
         StoreError."""
         with self._changed:
             if flat.lease is not None:
-                out.tensor.copy_(flat.lease.tensor[offset : offset + out.tensor.numel()])
+                out.copy_(flat.lease.tensor[offset : offset + out.numel()])
                 return COMPLETED
             return flat.home.tier.read(flat.home.slot, out, offset) if flat.is_stored else None
 
@@ -316,7 +315,7 @@ class FlatWindows:
     def _fill(self, flat: PagedFlat, lease: Lease, lane: str) -> None:
         if flat.is_stored:
             with self._recorder.span(lane, "wait_grad", flat.name):
-                flat.home.tier.read(flat.home.slot, lease).wait()
+                flat.home.tier.read(flat.home.slot, lease.tensor).wait()
             return
         view = lease.view(flat.dtype, flat.numel)
         for part in flat.padding:

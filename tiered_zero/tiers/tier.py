@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -27,24 +26,6 @@ from tiered_zero.telemetry.spans import Ledger
 # -- tiers, their slots and buffers ------------------------------------------------------------------------------------
 
 
-class HostBuffer(Protocol):
-    """Page-aligned host memory: a slot of the host arena, or a leased staging buffer. `tensor`, [nbytes] uint8, and
-    `memory` are the same bytes."""
-
-    @property
-    def tensor(self) -> torch.Tensor: ...
-    @property
-    def memory(self) -> memoryview: ...
-
-
-@dataclass(frozen=True)
-class BufferView:
-    """A part of a leased staging buffer, usable as a `HostBuffer`."""
-
-    tensor: torch.Tensor
-    memory: memoryview
-
-
 @dataclass(frozen=True, kw_only=True)
 class Slot:
     """A named region of a tier. `nbytes`: whole pages. `kind`: the category under which the ledger counts it."""
@@ -55,8 +36,9 @@ class Slot:
 
 
 class Tier(ABC):
-    """A place where bytes rest. Offsets and lengths are in bytes, and whole pages. Transfers raise TransferError or
-    CorruptionError. Called by the driver or the update thread."""
+    """A place where bytes rest. Offsets and lengths are in bytes, and whole pages. A buffer is page-aligned host
+    memory, [nbytes] uint8, such as a part of a leased staging buffer. Transfers raise TransferError or CorruptionError.
+    Called by the driver or the update thread."""
 
     name: str
 
@@ -71,14 +53,14 @@ class Tier(ABC):
         """Return the slot's own bytes, [nbytes] uint8, for use in place; None if memory cannot address them (nvme)."""
 
     @abstractmethod
-    def read(self, slot: Slot, out: HostBuffer, offset: int = 0) -> Transfer:
-        """Start to read the slot's bytes from `offset` until `out` is full. The caller leaves `out` alone until the
-        transfer is done."""
+    def read(self, slot: Slot, out: torch.Tensor, offset: int = 0) -> Transfer:
+        """Start to read the slot's bytes from `offset` until the buffer `out` is full. The caller leaves `out` alone
+        until the transfer is done."""
 
     @abstractmethod
-    def write(self, slot: Slot, data: HostBuffer, offset: int = 0, after: Transfer | None = None) -> Transfer:
-        """Start to write `data` to the slot's bytes from `offset`. The caller leaves `data` alone until the transfer is
-        done.
+    def write(self, slot: Slot, data: torch.Tensor, offset: int = 0, after: Transfer | None = None) -> Transfer:
+        """Start to write the buffer `data` to the slot's bytes from `offset`. The caller leaves `data` alone until the
+        transfer is done.
 
         `after`: the write to a device slot begins after this transfer; None: after all work that compute has launched
         so far. A call on a lane's thread must give `after`."""
@@ -117,12 +99,12 @@ class HostTier(Tier):
     def view(self, slot: Slot) -> torch.Tensor:
         return self._slots[slot.name].tensor if slot.nbytes else torch.empty(0, dtype=torch.uint8)
 
-    def read(self, slot: Slot, out: HostBuffer, offset: int = 0) -> Transfer:
-        out.tensor.copy_(self.view(slot)[offset : offset + out.tensor.numel()])
+    def read(self, slot: Slot, out: torch.Tensor, offset: int = 0) -> Transfer:
+        out.copy_(self.view(slot)[offset : offset + out.numel()])
         return COMPLETED
 
-    def write(self, slot: Slot, data: HostBuffer, offset: int = 0, after: Transfer | None = None) -> Transfer:
-        self.view(slot)[offset : offset + data.tensor.numel()].copy_(data.tensor)
+    def write(self, slot: Slot, data: torch.Tensor, offset: int = 0, after: Transfer | None = None) -> Transfer:
+        self.view(slot)[offset : offset + data.numel()].copy_(data)
         return COMPLETED
 
     def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:
@@ -159,13 +141,13 @@ class DeviceTier(Tier):
     def view(self, slot: Slot) -> torch.Tensor:
         return self._slots[slot.name][1]
 
-    def read(self, slot: Slot, out: HostBuffer, offset: int = 0) -> Transfer:
-        source = self.view(slot)[offset : offset + out.tensor.numel()]
-        return self._copy("write_back", out.tensor, source, self._accelerator.record())
+    def read(self, slot: Slot, out: torch.Tensor, offset: int = 0) -> Transfer:
+        source = self.view(slot)[offset : offset + out.numel()]
+        return self._copy("write_back", out, source, self._accelerator.record())
 
-    def write(self, slot: Slot, data: HostBuffer, offset: int = 0, after: Transfer | None = None) -> Transfer:
-        target = self.view(slot)[offset : offset + data.tensor.numel()]
-        return self._copy("write_back", target, data.tensor, after or self._accelerator.record_compute())
+    def write(self, slot: Slot, data: torch.Tensor, offset: int = 0, after: Transfer | None = None) -> Transfer:
+        target = self.view(slot)[offset : offset + data.numel()]
+        return self._copy("write_back", target, data, after or self._accelerator.record_compute())
 
     def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:
         target = as_bytes(out)
@@ -397,7 +379,7 @@ def _verified_window(home: Home, wanted: range, buffer_nbytes: int) -> range:
 
 def _read(home: Home, window: range, staging: StagingPool) -> torch.Tensor:
     with staging.lease(len(window), home.slot.name) as lease:
-        home.tier.read(home.slot, lease, window.start).wait()
+        home.tier.read(home.slot, lease.tensor, window.start).wait()
         return lease.tensor.clone()
 
 
@@ -414,7 +396,7 @@ def write_slot(home: Home, offset: int, data: torch.Tensor, staging: StagingPool
         part = raw[start : start + staging.buffer_nbytes]
         with staging.lease(part.numel(), home.slot.name) as lease:
             lease.tensor.copy_(part)
-            home.tier.write(home.slot, lease, offset + start).wait()
+            home.tier.write(home.slot, lease.tensor, offset + start).wait()
 
 
 @contextmanager
@@ -433,7 +415,7 @@ def leased_slot(
     assert staging is not None, "a tier without views is planned with staging buffers"
     with staging.lease(home.slot.nbytes, home.slot.name) as lease:
         if read.start < read.stop:
-            home.tier.read(home.slot, BufferView(lease.tensor[read], lease.memory[read]), read.start).wait()
+            home.tier.read(home.slot, lease.tensor[read], read.start).wait()
         yield lease.tensor
         if write is not None and write.start < write.stop:
-            home.tier.write(home.slot, BufferView(lease.tensor[write], lease.memory[write]), write.start).wait()
+            home.tier.write(home.slot, lease.tensor[write], write.start).wait()

@@ -21,23 +21,24 @@ from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import Segment, SubGroup
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.tiers.step_gradients import GradientSource
-from tiered_zero.tiers.tier import BufferView, Home, Inventory, UnitUpdate, as_bytes
+from tiered_zero.tiers.tier import Home, Inventory, UnitUpdate, as_bytes
 
 
 class ParameterSink(Protocol):
     """The parameters that an update reads and writes, segment by segment. Used by the thread that updates. `kind`: the
-    slots to write: "param", or "param_back" for a delayed update. `window`: a segment's part of a staging buffer."""
+    slots to write: "param", or "param_back" for a delayed update. `window`: a segment's part of a staging buffer,
+    [nbytes] uint8."""
 
     def view(self, segment: Segment, kind: str, *, on_device: bool) -> torch.Tensor | None:
         """Return the segment's parameters for an update in place, [numel] of the unit's dtype; None if they pass
         through a staging buffer. `on_device`: whether the update runs on the device."""
 
-    def read(self, segment: Segment, kind: str, window: BufferView | None) -> Transfer | None:
+    def read(self, segment: Segment, kind: str, window: torch.Tensor | None) -> Transfer | None:
         """Copy the segment's present parameters to `window`, or without one to the slot of `kind`. Return the transfer;
         None if the copy is complete, or if the parameters are there already."""
 
     def write(
-        self, segment: Segment, kind: str, window: BufferView, after: Transfer, unit_update: UnitUpdate | None
+        self, segment: Segment, kind: str, window: torch.Tensor, after: Transfer, unit_update: UnitUpdate | None
     ) -> tuple[Transfer, int | None]:
         """Start to write new values from `window` to their home, after the transfer `after`. Return (transfer, offset).
 
@@ -60,7 +61,7 @@ class UnitParameters:
             return segment.part_of(self._device_flat(segment.unit)) if on_device else None
         return home.view_of(segment) if on_device == (home.tier.name == "device") else None
 
-    def read(self, segment: Segment, kind: str, window: BufferView | None) -> Transfer | None:
+    def read(self, segment: Segment, kind: str, window: torch.Tensor | None) -> Transfer | None:
         home = self._inventory.find(segment.unit, "param")
         if home is None:
             return None  # the unit is resident and updated on the device
@@ -74,7 +75,7 @@ class UnitParameters:
         return None
 
     def write(
-        self, segment: Segment, kind: str, window: BufferView, after: Transfer, unit_update: UnitUpdate | None
+        self, segment: Segment, kind: str, window: torch.Tensor, after: Transfer, unit_update: UnitUpdate | None
     ) -> tuple[Transfer, int | None]:
         accelerator = self._runtime.accelerator
         home = self._inventory.find(segment.unit, kind)
@@ -83,11 +84,11 @@ class UnitParameters:
             written = home.tier.write(home.slot, window, offset, after)
             if unit_update is None:
                 return written, None
-            unit_update.add_pending(offset, window.tensor)
+            unit_update.add_pending(offset, window)
             return written, offset
         target = as_bytes(segment.part_of(self._device_flat(segment.unit)))
         copy = accelerator.lane("write_back").submit(
-            lambda: accelerator.copy(target, window.tensor), after=[after], holds=[target]
+            lambda: accelerator.copy(target, window), after=[after], holds=[target]
         )
         return copy, None
 
@@ -113,7 +114,7 @@ class SubGroupWork:
     reads: list[Transfer] = field(default_factory=list)
     grads: list[torch.Tensor | None] | None = None
     outs: list[torch.Tensor] = field(default_factory=list)
-    windows: list[BufferView | None] = field(default_factory=list)
+    windows: list[torch.Tensor | None] = field(default_factory=list)
     writes: list[Transfer] = field(default_factory=list)
     pending: list[tuple[UnitUpdate, int]] = field(default_factory=list)
 
@@ -187,8 +188,8 @@ class SubGroupIO:
             if not reads:
                 return work
             stored = layout.nbytes if initialized else layout.initial_nbytes
-            if staged and lease is not None and stored:
-                work.reads.append(home.tier.read(home.slot, BufferView(raw[:stored], lease.memory[:stored])))
+            if staged and stored:
+                work.reads.append(home.tier.read(home.slot, raw[:stored]))
             if layout.masters.needs_params:
                 self._read_params(work)
         except Exception:
@@ -213,7 +214,7 @@ class SubGroupIO:
                 view = torch.empty(segment.numel, dtype=segment.unit.dtype, device=work.raw.device)
             elif view is None:
                 assert window is not None, "a segment without a view is staged"
-                view = window.tensor.view(segment.unit.dtype)
+                view = window.view(segment.unit.dtype)
             if work.layout.masters.follows_params and window is not None:  # not earlier: the user may change them
                 read = self._params.read(segment, work.param_kind, window)
                 if read is not None:
@@ -221,18 +222,18 @@ class SubGroupIO:
             work.outs.append(view)
             work.windows.append(window)
 
-    def _places(self, work: SubGroupWork) -> list[tuple[Segment, torch.Tensor | None, BufferView | None]]:
+    def _places(self, work: SubGroupWork) -> list[tuple[Segment, torch.Tensor | None, torch.Tensor | None]]:
         """Return (segment, view, window) for each segment. `view`: its parameters, if they are updated in place.
         `window`: else their part of the staging buffer. The other one is None. Call this again after a delayed update
         has swapped homes."""
-        places: list[tuple[Segment, torch.Tensor | None, BufferView | None]] = []
+        places: list[tuple[Segment, torch.Tensor | None, torch.Tensor | None]] = []
         start = work.layout.nbytes if work.is_staged else 0
         for segment in work.layout.subgroup.segments:
             view, window = self._params.view(segment, work.param_kind, on_device=work.on_device), None
             if view is None:
                 assert work.lease is not None
                 stop = start + segment.nbytes
-                window = BufferView(work.lease.tensor[start:stop], work.lease.memory[start:stop])
+                window = work.lease.tensor[start:stop]
                 start = stop
             places.append((segment, view, window))
         return places
@@ -249,16 +250,16 @@ class SubGroupIO:
             return
         work.grads = []
         start = work.layout.nbytes if work.is_staged else 0
-        start += sum(window.tensor.numel() for _, _, window in self._places(work) if window is not None)
+        start += sum(window.numel() for _, _, window in self._places(work) if window is not None)
         for segment in work.layout.subgroup.segments:
             if not (nbytes := self._gradient_nbytes(segment)):
                 work.grads.append(None)
                 continue
             assert work.lease is not None, "it was leased with room for them"
-            window = BufferView(work.lease.tensor[start : start + nbytes], work.lease.memory[start : start + nbytes])
+            window = work.lease.tensor[start : start + nbytes]
             if (read := gradients.read_part(segment, window)) is not None:
                 work.reads.append(read)
-            work.grads.append(window.tensor.view(self._gradient_dtypes[segment.unit.index]))
+            work.grads.append(window.view(self._gradient_dtypes[segment.unit.index]))
             start += nbytes
 
     # -- out -----------------------------------------------------------------------------------------------------------
@@ -276,13 +277,12 @@ class SubGroupIO:
         has only masters."""
         home, on_device = work.home, work.on_device
         if work.is_staged:
-            assert work.lease is not None
             nbytes = work.layout.master_nbytes if masters_alone else work.layout.nbytes
-            work.writes.append(home.tier.write(home.slot, BufferView(work.raw[:nbytes], work.lease.memory[:nbytes])))
-        if on_device and any(work.windows):  # on this stream, which has computed them
+            work.writes.append(home.tier.write(home.slot, work.raw[:nbytes]))
+        if on_device and any(window is not None for window in work.windows):  # on this stream, which has computed them
             for window, out in zip(work.windows, work.outs, strict=True):
                 if window is not None:
-                    self._runtime.accelerator.copy(window.tensor, as_bytes(out))
+                    self._runtime.accelerator.copy(window, as_bytes(out))
             self._runtime.accelerator.record().wait()
         for segment, window in zip(work.layout.subgroup.segments, work.windows, strict=True):
             if window is not None:

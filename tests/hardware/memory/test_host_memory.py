@@ -58,13 +58,13 @@ def taken_nbytes(arena):
 
 def test_a_slot_is_whole_pages_and_its_views_are_the_same_bytes(arena, ledger):
     slot = arena.take(5000, "master")
-    assert slot.nbytes == 2 * PAGE_NBYTES == slot.tensor.numel() == len(slot.memory)
+    assert slot.nbytes == 2 * PAGE_NBYTES == slot.tensor.numel()
     assert slot.tensor.dtype == torch.uint8 and slot.tensor.data_ptr() % PAGE_NBYTES == 0
-    slot.memory[:4] = b"\x00\x00\x80\x3f"
+    slot.tensor[:4] = torch.tensor([0, 0, 0x80, 0x3F], dtype=torch.uint8)
     flat = typed_view(slot.tensor, torch.float32, 1250)
     assert flat.shape == (1250,) and flat[0] == 1.0
     flat[1] = 2.0
-    assert bytes(slot.memory[4:8]) == b"\x00\x00\x00\x40"
+    assert bytes(slot.tensor[4:8]) == b"\x00\x00\x00\x40"
     assert held_nbytes(ledger, "host") == slot.nbytes and ledger.by_kind()["host"] == {"master": (8192, 8192)}
     with pytest.raises(BudgetError, match=r"2049 elements of torch.float32 need 8196 bytes; this memory has 8192"):
         typed_view(slot.tensor, torch.float32, 2049)
@@ -196,14 +196,14 @@ def test_not_asked_is_pageable_and_works(ledger):
 def test_views_outlive_the_arena(ledger):
     arena = HostArena(4 * PAGE_NBYTES, CpuAccelerator(), pin=False, ledger=ledger)
     slot = arena.take(PAGE_NBYTES, "a")
-    flat, memory = typed_view(slot.tensor, torch.float32, 8), slot.memory
+    flat = typed_view(slot.tensor, torch.float32, 8)
     flat.fill_(3.0)
     arena.close()
     arena.close()
     slot.release()  # after close there is nothing left to give back
     del slot, arena
     gc.collect()
-    assert torch.equal(flat, torch.full((8,), 3.0)) and memory.nbytes == PAGE_NBYTES
+    assert torch.equal(flat, torch.full((8,), 3.0))
     assert held_nbytes(ledger, "host") == 0
 
 

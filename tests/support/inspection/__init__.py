@@ -16,7 +16,7 @@ from tiered_zero.record.store import SwapStore
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.telemetry.spans import Ledger, Recorder
 from tiered_zero.tiers.nvme import NvmeTier
-from tiered_zero.tiers.tier import DeviceTier, Home, HostBuffer, HostTier, Inventory, Slot, read_slot
+from tiered_zero.tiers.tier import DeviceTier, Home, HostTier, Inventory, Slot, read_slot
 from tiered_zero.unit.pager import Pager
 from tiered_zero.update.pipeline import UpdatePipeline
 from tiered_zero.update.policy import UpdatePolicy
@@ -234,7 +234,7 @@ class Traffic:
             monkeypatch.setattr(tier, "write", self._counting(tier.write, self.written))
 
     def _counting(self, method: Any, counts: dict[str, int]) -> Any:
-        def counted(tier: Any, slot: Slot, data: HostBuffer, *args: Any) -> Any:
+        def counted(tier: Any, slot: Slot, data: torch.Tensor, *args: Any) -> Any:
             counts[slot.name] = counts.get(slot.name, 0) + 1
             return method(tier, slot, data, *args)
 

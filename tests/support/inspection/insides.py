@@ -59,10 +59,8 @@ from tiered_zero.tiers import rack, tier
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.step_gradients import StepGradients, UnitShare
 from tiered_zero.tiers.tier import (
-    BufferView,
     DeviceTier,
     Home,
-    HostBuffer,
     HostTier,
     Inventory,
     Slot,

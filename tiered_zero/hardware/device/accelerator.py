@@ -378,8 +378,9 @@ class Accelerator(ABC):
         device can. Driver or autograd's thread."""
         return nullcontext()
 
-    def host_pages(self, flat: torch.Tensor) -> memoryview | None:
-        """Return the whole pages of `flat`, a unit's or a shard's; None if the disk cannot read into them directly."""
+    def host_pages(self, flat: torch.Tensor) -> torch.Tensor | None:
+        """Return the whole pages of `flat`, a unit's or a shard's: [n] uint8. Return None if the disk cannot read into
+        them directly."""
         return None
 
     def alias(self, flat: torch.Tensor) -> torch.Tensor:
@@ -456,8 +457,8 @@ class CpuAccelerator(Accelerator):
         self._delay_seed = delay_seed
         self.shares_cores = delay_seed is None
         self._page_pool: HugePagePool | None = None
-        self._places: list[tuple[int, memoryview]] = []
-        """(address, memory) of each range that `reserve_place` has reserved, sorted by address."""
+        self._places: list[tuple[int, torch.Tensor]] = []
+        """(address, pages) of each range that `reserve_place` has reserved, sorted by address."""
 
     def _build_lane(self, name: str) -> Lane:
         delays = None if self._delay_seed is None else DelayInjector(self._delay_seed, name)
@@ -478,22 +479,24 @@ class CpuAccelerator(Accelerator):
         except OSError as error:
             logger.info("paged parameters get memory from malloc each time: %s", error)
             return None
-        insort(self._places, (place.tensor.data_ptr(), place.memory), key=itemgetter(0))
+        insort(self._places, (place.tensor.data_ptr(), place.pages), key=itemgetter(0))
         return place
 
-    def host_pages(self, flat: torch.Tensor) -> memoryview | None:
+    def host_pages(self, flat: torch.Tensor) -> torch.Tensor | None:
         index = bisect_right(self._places, flat.data_ptr(), key=itemgetter(0)) - 1
         if index < 0:
             return None
-        address, memory = self._places[index]
+        address, pages = self._places[index]
         start, stop = flat.data_ptr() - address, flat.data_ptr() - address + align_up(flat.nbytes, PAGE_NBYTES)
-        if start % PAGE_NBYTES or stop > memory.nbytes:
+        if start % PAGE_NBYTES or stop > pages.nbytes:
             return None
-        return memory[start:stop]
+        return pages[start:stop]
 
     def alias(self, flat: torch.Tensor) -> torch.Tensor:
-        pages = self.host_pages(flat)  # a storage of its own, so that it is not found as a view
-        return super().alias(flat) if pages is None else torch.frombuffer(pages, dtype=flat.dtype, count=flat.numel())
+        if (pages := self.host_pages(flat)) is None:
+            return super().alias(flat)
+        # a storage of its own, so that it is not found as a view
+        return torch.frombuffer(pages.numpy(), dtype=flat.dtype, count=flat.numel())
 
     def prepare(self, flat: torch.Tensor) -> None:
         """Ask the system for huge pages for `flat`, if it has none yet: they cut the page faults of a fetch from

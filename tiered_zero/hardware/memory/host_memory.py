@@ -40,7 +40,6 @@ class HostSlot:
     nbytes: int  # whole pages
     kind: str
     tensor: torch.Tensor  # [nbytes] uint8
-    memory: memoryview  # of `tensor`, for the I/O engines
     _arena: HostArena
 
     def release(self) -> None:
@@ -93,7 +92,7 @@ class HostArena:
         # not inherited by forked children: a child's copy-on-write would replace pages under a direct transfer in
         # flight (open(2), O_DIRECT notes)
         mapping = map_memory(self.capacity_nbytes, "MADV_DONTFORK", "MADV_HUGEPAGE")
-        self._memory, self._tensor = memoryview(mapping), torch.frombuffer(mapping, dtype=torch.uint8)
+        self._tensor = torch.frombuffer(mapping, dtype=torch.uint8)
         self._pin = pin
         self._near_cpus = near_cpus(accelerator.device) if pin else set()
         self._pinned: dict[int, int] = {}
@@ -121,9 +120,8 @@ class HostArena:
             except BudgetError:
                 self._extents.free(offset, size)
                 raise
-            end = offset + size
-            tensor, memory = self._tensor[offset:end], self._memory[offset:end]
-            slot = HostSlot(offset=offset, nbytes=size, kind=kind, tensor=tensor, memory=memory, _arena=self)
+            tensor = self._tensor[offset : offset + size]
+            slot = HostSlot(offset=offset, nbytes=size, kind=kind, tensor=tensor, _arena=self)
             self._taken[offset] = slot
             if self._pin and kind not in UNPINNED_KINDS:
                 touch_pages(tensor.data_ptr(), size, available_cpus(), self._near_cpus)  # near the GPU
@@ -158,7 +156,7 @@ class HostArena:
             for offset in self._pinned:
                 self._accelerator.unpin(self._tensor[offset:].data_ptr())
             self._pinned.clear()
-            self._tensor, self._memory = torch.empty(0, dtype=torch.uint8), memoryview(b"")
+            self._tensor = torch.empty(0, dtype=torch.uint8)
 
 
 logger = logging.getLogger("tiered_zero")
@@ -171,17 +169,15 @@ _SLICE_S = 1.0
 class Lease:
     """Ownership of one staging buffer, until `release()` (any thread; idempotent) or the end of a `with` block.
 
-    `tensor`: [n] uint8; n is the requested size, rounded up to a page. `memory`: the bytes of `tensor`, for the I/O
-    engines. Both are empty after the release.
+    `tensor`: [n] uint8; n is the requested size, rounded up to a page. Empty after the release.
     """
 
-    def __init__(self, pool: StagingPool, index: int, holder: str, tensor: torch.Tensor, memory: memoryview) -> None:
+    def __init__(self, pool: StagingPool, index: int, holder: str, tensor: torch.Tensor) -> None:
         self._pool = pool
         self._index = index
         self.holder = holder
         self.since_s = time.monotonic()
         self.tensor = tensor
-        self.memory = memory
 
     def view(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
         """Return the first `numel` elements of the buffer as `dtype`. Raises BudgetError if the buffer is too short."""
@@ -299,7 +295,7 @@ class StagingPool:
         start = index * self.buffer_nbytes
         end = start + align_up(max(nbytes, 1), PAGE_NBYTES)
         holder = holder or threading.current_thread().name
-        lease = Lease(self, index, holder, self._slot.tensor[start:end], self._slot.memory[start:end])
+        lease = Lease(self, index, holder, self._slot.tensor[start:end])
         self._leased[index] = lease
         return lease
 
@@ -310,8 +306,7 @@ class StagingPool:
             self._changed.notify()  # the woken thread continues once the lock is free
             del self._leased[index]
             self._free.append(index)
-            tensor = lease.tensor
-            lease.tensor, lease.memory = tensor[:0], lease.memory[:0]
+            tensor, lease.tensor = lease.tensor, lease.tensor[:0]
             if not self._closed:
                 self._arena.poison(tensor)
 

@@ -110,9 +110,9 @@ class PageRange:
         mapping = map_memory(align_up(self._nbytes, HUGE_PAGE_NBYTES) + HUGE_PAGE_NBYTES, flags=_MAP_NORESERVE)
         start = -_address(mapping) % HUGE_PAGE_NBYTES
         self._address_of_first = _address(mapping) + start
-        self.memory = memoryview(mapping)[start : start + self._nbytes]  # whole pages
-        self.tensor, self.alias = (  # [nbytes], each with a storage of its own
-            torch.frombuffer(mapping, dtype=torch.uint8, offset=start, count=nbytes) for _ in range(2)
+        self.tensor, self.alias, self.pages = (  # [nbytes], [nbytes], whole pages; each with a storage of its own
+            torch.frombuffer(mapping, dtype=torch.uint8, offset=start, count=count)
+            for count in (nbytes, nbytes, self._nbytes)
         )
         pool.show_nans(self._address_of_first, self._nbytes)
 
