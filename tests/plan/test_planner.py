@@ -485,7 +485,7 @@ def test_the_temporaries_of_an_update_on_a_device_are_planned(
     """What the first and the second step take beside masters, gradients and state; on meta, which is no CPU."""
     numel = MIB
     hyper = {"lr": 1e-2, "foreach": True, **options}
-    rule = TorchRule(optimizer, hyper)
+    rule = TorchRule(optimizer([torch.zeros(1)], **hyper))
     fields = rule.state_fields((numel,), {**rule.defaults})
     with torch.device("meta"):
         run = Run(

@@ -388,7 +388,7 @@ def test_an_option_that_needs_more_state_than_was_planned_is_refused_by_name(
     rule = AdamRule(decoupled=True, kernel=kernel if is_native else None)
     run = make_run(rule, torch.ones(10), {})
     run.grad, run.hyper = torch.ones(10), {"amsgrad": True}
-    with pytest.raises(ModelError, match=r"max_exp_avg_sq.* amsgrad .* before initialize"):
+    with pytest.raises(ModelError, match=r"max_exp_avg_sq.* amsgrad .* before tiered_zero.initialize"):
         rule.update([run])
     assert torch.equal(run.master, torch.ones(10)) and run.scalars == {}
 

@@ -74,7 +74,7 @@ def test_other_names_are_torchs_classes_in_any_case(name: str, kind: type[torch.
         resolved = resolve(spelling, {"lr": 0.5})
         assert (resolved.optimizer_class, resolved.defaults) == (kind, {"lr": 0.5})
         assert kind.__name__ in resolved.text and "lr 0.5" in resolved.text
-        TorchRule(kind, resolved.defaults)
+        TorchRule(kind([torch.zeros(1)], **resolved.defaults))
 
 
 def test_numbers_as_strings_lists_and_auto_are_resolved() -> None:

@@ -116,7 +116,7 @@ def test_a_run_over_several_pieces_is_one_slice() -> None:
 def test_a_field_that_only_some_groups_have_exists_for_all_and_is_given_to_those() -> None:
     (subgroup,) = subgroups_of([make_unit(0, [100, 200])], {"u0.p1": 1}, 10**6, True)
     groups = [{"momentum": 0.0, "lr": 0.1}, {"momentum": 0.9, "lr": 0.1}]
-    rule = TorchRule(torch.optim.SGD, {"lr": 0.1})
+    rule = TorchRule(torch.optim.SGD([torch.zeros(1)], lr=0.1))
     full = {**torch.optim.SGD([torch.zeros(1)], lr=0.1).defaults}
     layout = StateLayout(subgroup, rule, [{**full, **group} for group in groups])
     raw = torch.zeros(layout.nbytes, dtype=torch.uint8)
@@ -131,7 +131,7 @@ def test_a_field_that_only_some_groups_have_exists_for_all_and_is_given_to_those
 def test_bytes_an_element(optimizer: type[torch.optim.Optimizer], per_element: int) -> None:
     (subgroup,) = subgroups_of([make_unit(0, [50_000])], {}, 10**6, True)
     source = optimizer([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # type: ignore[call-arg]
-    layout = StateLayout(subgroup, TorchRule.from_optimizer(source), source.param_groups)
+    layout = StateLayout(subgroup, TorchRule(source), source.param_groups)
     assert layout.nbytes == per_element * subgroup.numel
 
 

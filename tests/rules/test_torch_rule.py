@@ -116,6 +116,10 @@ def random_gradients(generator: torch.Generator) -> list[torch.Tensor | None]:
     return [torch.randn(shape, generator=generator) if keep else None for shape, keep in zip(SHAPES, kept, strict=True)]
 
 
+def rule_of(kind: type[Optimizer], options: dict[str, Any]) -> TorchRule:
+    return TorchRule(kind([torch.zeros(1, 1, requires_grad=True)], **options))
+
+
 def new_run(rule: TorchRule, master: torch.Tensor, hyper: dict[str, Any]) -> Run:
     fields = rule.state_fields(tuple(master.shape), hyper)
     run = Run(
@@ -191,7 +195,7 @@ def test_elementwise_classes_give_the_bits_of_plain_torch(
         options = {**options, "foreach": foreach}
     monkeypatch.setattr(torch_rule, "_CHUNK_NUMEL", 16)
     monkeypatch.setattr(torch_rule, "_GRAIN_NUMEL", 1)
-    rule = TorchRule(kind, options)
+    rule = rule_of(kind, options)
     assert rule.elementwise
     train_both(kind, options, rule, SHAPES)
 
@@ -205,7 +209,7 @@ def test_vector_tails_and_threads_do_not_change_bits(kind: type[Optimizer]) -> N
     numel = 3 * (1 << 17) + 5
     leaf = torch.randn(numel, generator=generator).requires_grad_()
     optimizer = kind([leaf], lr=0.01, weight_decay=0.1)
-    rule = TorchRule(kind, {"lr": 0.01, "weight_decay": 0.1})
+    rule = rule_of(kind, {"lr": 0.01, "weight_decay": 0.1})
     master = leaf.detach().clone()
     runs = [new_run(rule, part, hyper_of(optimizer)) for part in (master[:1003], master[1003:])]
     for _ in range(2):
@@ -235,7 +239,7 @@ WHOLE: list[tuple[type[Optimizer], dict[str, Any]]] = [
 def test_other_classes_give_the_bits_of_plain_torch_on_whole_parameters(
     kind: type[Optimizer], options: dict[str, Any]
 ) -> None:
-    rule = TorchRule(kind, options)
+    rule = rule_of(kind, options)
     assert not rule.elementwise
     train_both(kind, options, rule, [(7, 13), (4, 4), (13, 1)])
 
@@ -246,7 +250,7 @@ def test_a_users_instance_becomes_a_rule_and_is_left_alone() -> None:
     torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the instance's step
     hooked: list[Optimizer] = []
     optimizer.register_step_pre_hook(lambda stepped, *_: hooked.append(stepped))
-    rule = TorchRule.from_optimizer(optimizer)
+    rule = TorchRule(optimizer)
     run = new_run(rule, leaf.detach().clone(), hyper_of(optimizer))
     run.grad = torch.ones(4, 5)
     rule.update([run])
@@ -268,7 +272,7 @@ def test_a_resumed_optimizer_goes_on_where_it_was(kind: type[Optimizer], steps: 
     for grad in grads[:steps]:
         leaf.grad = grad.clone()
         optimizer.step()
-    rule = TorchRule.from_optimizer(optimizer)
+    rule = TorchRule(optimizer)
     master = leaf.detach().clone()
     run = new_run(rule, master.view(-1) if rule.elementwise else master, hyper_of(optimizer))
     values = dict(optimizer.state[leaf])
@@ -288,14 +292,14 @@ def test_a_resumed_optimizer_goes_on_where_it_was(kind: type[Optimizer], steps: 
 
 
 def test_a_run_that_has_not_stepped_exports_nothing() -> None:
-    rule = TorchRule(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
+    rule = rule_of(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
     assert rule.export_state({"momentum_buffer": torch.ones(3)}, {}) == {}
 
 
 def test_a_stateless_step_and_then_momentum_starts_the_buffer_as_torch_does() -> None:
     leaf = torch.ones(5, requires_grad=True)
     optimizer = torch.optim.SGD([leaf], lr=0.1, momentum=0.9)
-    rule = TorchRule(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
+    rule = rule_of(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
     run = new_run(rule, torch.ones(5), hyper_of(optimizer))
     for momentum in (0.0, 0.5, 0.5):
         optimizer.param_groups[0].update(momentum=momentum, dampening=0.5)
@@ -318,7 +322,7 @@ def test_gradients_are_widened_then_scaled_and_the_16_bit_parameter_is_written(
     leaf.grad = grad.float() * torch.tensor(scale)
     optimizer = torch.optim.AdamW([leaf], lr=0.1)
     optimizer.step()
-    rule = TorchRule(torch.optim.AdamW, {"lr": 0.1})
+    rule = rule_of(torch.optim.AdamW, {"lr": 0.1})
     run = new_run(rule, torch.linspace(-1, 1, 37), hyper_of(optimizer))
     run.grad, run.grad_scale, run.out = grad, scale, torch.zeros(37, dtype=torch.bfloat16)
     rule.update([run])
@@ -329,7 +333,7 @@ def test_gradients_are_widened_then_scaled_and_the_16_bit_parameter_is_written(
 def test_scalars_advance_once_a_run_and_are_never_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_rule, "_CHUNK_NUMEL", 4)
     monkeypatch.setattr(torch_rule, "_GRAIN_NUMEL", 1)
-    rule = TorchRule(torch.optim.AdamW, {"lr": 0.1})
+    rule = rule_of(torch.optim.AdamW, {"lr": 0.1})
     hyper = hyper_of(torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=0.1))
     runs = [new_run(rule, torch.zeros(11), hyper) for _ in range(2)]
     for run in runs:
@@ -344,12 +348,12 @@ def test_scalars_advance_once_a_run_and_are_never_shared(monkeypatch: pytest.Mon
 
 
 def test_state_fields_say_shape_and_dtype_without_values() -> None:
-    adam = TorchRule(torch.optim.Adam, {"lr": 0.1})
+    adam = rule_of(torch.optim.Adam, {"lr": 0.1})
     hyper = hyper_of(torch.optim.Adam([torch.zeros(1, requires_grad=True)], amsgrad=True))
     fields = adam.state_fields((10,), hyper)
     assert [f.name for f in fields] == ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
     assert {(f.shape, f.dtype) for f in fields} == {((10,), torch.float32)}
-    factor = TorchRule(torch.optim.Adafactor, {})
+    factor = rule_of(torch.optim.Adafactor, {})
     hyper = hyper_of(torch.optim.Adafactor([torch.zeros(1, requires_grad=True)]))
     assert {f.name: f.shape for f in factor.state_fields((6, 8), hyper)} == {"row_var": (6, 1), "col_var": (1, 8)}
     assert [f.shape for f in factor.state_fields((6,), hyper)] == [(6,)]
@@ -362,7 +366,7 @@ def test_dry_runs_draw_no_random_numbers() -> None:
             super().step()
 
     state = torch.get_rng_state()
-    rule = TorchRule(Noisy, {})
+    rule = rule_of(Noisy, {})
     rule.state_fields((3, 4), {"lr": 0.1})
     assert torch.equal(state, torch.get_rng_state())
 
@@ -444,7 +448,7 @@ class KeyedState(RowScaled):
 def test_nested_state_whose_names_are_not_unique_is_refused(keys: Sequence[Any], words: str) -> None:
     kind = type("Keyed", (KeyedState,), {"keys": keys})
     with pytest.raises(ModelError, match=words):
-        TorchRule(kind, {"lr": 0.1}).state_fields((30, 4), {"lr": 0.1})
+        rule_of(kind, {"lr": 0.1}).state_fields((30, 4), {"lr": 0.1})
 
 
 class SetState(RowScaled):
@@ -520,7 +524,7 @@ class NeedsClosure(RowScaled):
     ],
 )
 def test_an_optimizer_that_cannot_be_split_is_refused(kind: type[Optimizer], words: str) -> None:
-    rule = TorchRule(kind, {"lr": 0.1})
+    rule = rule_of(kind, {"lr": 0.1})
     with pytest.raises(ModelError, match=words):
         rule.state_fields((30, 4), {"lr": 0.1})
 
@@ -528,7 +532,7 @@ def test_an_optimizer_that_cannot_be_split_is_refused(kind: type[Optimizer], wor
 @pytest.mark.parametrize(("kind", "words"), [(AdamWScheduleFree, "eval.. and train.. exchange"), (Wrapper, "wraps")])
 def test_a_class_that_cannot_be_stepped_in_parts_is_refused_at_once(kind: type[Optimizer], words: str) -> None:
     with pytest.raises(ModelError, match=words):
-        TorchRule(kind, {"lr": 0.1})
+        TorchRule(kind.__new__(kind))
 
 
 @pytest.mark.parametrize("offload", ["cpu", "nvme"])
@@ -563,7 +567,7 @@ def test_a_group_that_changes_otherwise_than_foreseen_stops_the_step() -> None:
                         group["lr"] /= 2
                     p.sub_(p.grad, alpha=group["lr"])
 
-    rule = TorchRule(LargeGradients, {"lr": 0.1})
+    rule = rule_of(LargeGradients, {"lr": 0.1})
     run = new_run(rule, torch.zeros(3, 4), {"lr": 0.1})
     run.grad = torch.full((3, 4), 200.0)
     with pytest.raises(ModelError, match=r"\['lr'\] of its param group became other"):
@@ -573,7 +577,7 @@ def test_a_group_that_changes_otherwise_than_foreseen_stops_the_step() -> None:
 def test_a_dry_run_leaves_the_users_own_attributes_alone() -> None:
     """The dry run is on the meta device, and some classes move what they keep in themselves to the parameter's."""
     optimizer = TableOnDevice([torch.zeros(1, requires_grad=True)])
-    rule = TorchRule.from_optimizer(optimizer)
+    rule = TorchRule(optimizer)
     run = new_run(rule, torch.zeros(3, 4), hyper_of(optimizer))
     run.grad = torch.ones(3, 4)
     rule.update([run])
@@ -585,20 +589,18 @@ def test_a_dry_run_leaves_the_users_own_attributes_alone() -> None:
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam])
 def test_classes_that_cannot_work_are_refused_with_the_reason(kind: type[Optimizer]) -> None:
     with pytest.raises(ModelError, match="cannot train across tiers: it"):
-        TorchRule(kind, {"lr": 0.1})
-    with pytest.raises(ModelError, match="cannot train across tiers: it"):
-        TorchRule.from_optimizer(kind([torch.zeros(1, requires_grad=True)], lr=0.1))
+        TorchRule(kind([torch.zeros(1, requires_grad=True)], lr=0.1))
 
 
 def test_muon_refuses_a_vector_when_the_plan_is_made() -> None:
-    rule = TorchRule(torch.optim.Muon, {"lr": 0.1})
+    rule = rule_of(torch.optim.Muon, {"lr": 0.1})
     with pytest.raises(ModelError, match=r"shape \(5,\)"):
         rule.state_fields((5,), hyper_of(torch.optim.Muon([torch.zeros(1, 1, requires_grad=True)])))
 
 
 @pytest.mark.parametrize("option", ["differentiable", "capturable", "fused"])
 def test_options_that_change_the_update_are_refused_before_any_write(option: str) -> None:
-    rule = TorchRule(torch.optim.Adam, {"lr": 0.1})
+    rule = rule_of(torch.optim.Adam, {"lr": 0.1})
     run = Run(master=torch.ones(3), grad=torch.ones(3), state={}, scalars={}, hyper={"lr": 0.1, option: True})
     with pytest.raises(ModelError, match=option):
         rule.update([run])
@@ -607,13 +609,8 @@ def test_options_that_change_the_update_are_refused_before_any_write(option: str
 
 def test_state_that_was_not_planned_is_an_error() -> None:
     optimizer = torch.optim.SGD([torch.zeros(3, requires_grad=True)], lr=0.1)
-    rule = TorchRule(torch.optim.SGD, {"lr": 0.1})
+    rule = rule_of(torch.optim.SGD, {"lr": 0.1})
     run = new_run(rule, torch.zeros(3), hyper_of(optimizer))
     run.grad, run.hyper = torch.ones(3), {**hyper_of(optimizer), "momentum": 0.9}
     with pytest.raises(ModelError, match="momentum_buffer"):
         rule.update([run])
-
-
-def test_wrong_defaults_are_a_model_error() -> None:
-    with pytest.raises(ModelError, match="momentun"):
-        TorchRule(torch.optim.SGD, {"momentun": 0.9})

@@ -175,7 +175,7 @@ def make_rule(
         adam = AdamRule(decoupled=decoupled, kernel=kernel, state_dtype=dtype)
         return QuantizedAdam(adam) if state_format == "lossy_8bit_moments" else adam
     if special or kind not in _NATIVE:
-        return TorchRule.from_optimizer(source)
+        return TorchRule(source)
     return _NATIVE[kind](open_kernel(num_threads=num_threads))
 
 

@@ -117,7 +117,7 @@ class NativeRule(UpdateRule):
             raise ModelError(f"Optimizer state in float32 or bfloat16 was expected; found {state_dtype}.")
         self.kernel = kernel
         self.state_dtype = state_dtype
-        self._reference = TorchRule(self._class, options)
+        self._reference = TorchRule(self._class([torch.zeros(1)], **options))
         self.name, self.temporaries = self._reference.name, self._reference.temporaries
         self._defaults = self._reference.defaults
         self._root_flag = Flag(0)
@@ -214,11 +214,6 @@ class NativeRule(UpdateRule):
         if not self.torch_bits:
             _LOG.warning("%s: %s", self.name, _ROUNDS_OTHERWISE)
 
-    def close(self) -> None:
-        """End the kernel's threads."""
-        if self.kernel:
-            self.kernel.close()
-
     def _runs_natively(self, run: Run) -> bool:
         if self.kernel is None or not run.master.is_cpu or not run.grad.is_cpu:
             return False
@@ -237,7 +232,7 @@ class NativeRule(UpdateRule):
         except KeyError:
             raise InternalError(_MISFIT) from None
         names = self._array_names(values)
-        self._reference.refuse_unplanned(set(names) - first.state.keys(), first.state)
+        self.refuse_unplanned(names, first.state)
         states = [[run.state[name] for run in runs] for name in names]
         hyper.state_type, hyper.grad_scale = _DTYPES[self.state_dtype], first.grad_scale
         if first.grad.dtype is torch.float32:
@@ -270,7 +265,7 @@ class NativeRule(UpdateRule):
         """Step runs with the same `kind_of` by torch's own code. In formats other than fp32, copies are stepped."""
         first = runs[0]
         hyper = self._completed(first.hyper)
-        self._reference.refuse_unplanned(set(self._array_names(hyper)) - first.state.keys(), first.state)
+        self.refuse_unplanned(self._array_names(hyper), first.state)
         scalars = self._reference_scalars(hyper, first.scalars)
         if first.master.dtype is not torch.int16 and self.state_dtype is torch.float32:
             self._reference.update([replace(run, scalars=scalars, hyper=hyper) for run in runs])

@@ -100,9 +100,6 @@ class QuantizedAdam(UpdateRule):
     def announce(self) -> None:
         self._inner.announce()
 
-    def close(self) -> None:
-        self._inner.close()
-
     def _update_chunk(self, chunk: Run) -> dict[str, Any]:
         """Step a chunk through fp32 copies of its moments. Return the chunk's new scalars."""
         kernel = self.kernel if chunk.master.is_cpu else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tiered_zero.errors import ModelError
 from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL
 from tiered_zero.native.update import UpdateKernel
 from tiered_zero.sizes import align_up
@@ -121,8 +122,17 @@ class UpdateRule(ABC):
         return
 
     def close(self) -> None:
-        """End the threads that the rule uses."""
-        return
+        """End the kernel's threads."""
+        if self.kernel is not None:
+            self.kernel.close()
+
+    def refuse_unplanned(self, needed: Iterable[str], planned: Collection[str]) -> None:
+        """Raise ModelError if state arrays are `needed` that were not `planned`."""
+        if missing := sorted({*needed} - {*planned}):
+            raise ModelError(
+                f"{self.name} was planned with the state arrays {sorted(planned)}; it needs {missing} besides. Give "
+                "the optimizer the option that needs them (momentum, amsgrad ...) before tiered_zero.initialize()."
+            )
 
     def advance_groups(self, groups: Sequence[dict[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> None:
         """Make the changes of one step, such as new step counts, in the user's param `groups`. `frozen`: copies of the

@@ -9,8 +9,9 @@ import contextlib
 import inspect
 import json
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -258,55 +259,35 @@ _Constructor = Callable[[list[Any]], Optimizer]
 
 
 class TorchRule(UpdateRule):
-    """Steps with an optimizer class's own code. Gives the bits of one `optimizer_class(parameters, **defaults)` over
-    whole fp32 parameters and gradients.
+    """Steps with the code of an optimizer's class. Gives the bits of that optimizer over whole fp32 parameters and
+    gradients.
 
     A class in ELEMENTWISE gets [n] runs, cut anywhere. Any other class gets whole parameters, one at a time, and must
     update each of them by itself. Arrays of the state are in `Run.state`, all other state is in `Run.scalars`.
     """
 
-    def __init__(self, optimizer_class: type[Optimizer], defaults: Mapping[str, Any]) -> None:
-        """Make the rule. Raises ModelError if the class refuses `defaults`, or cannot step one parameter at a time."""
-        refuse_class(optimizer_class)
-        construct: _Constructor = partial(cast(Any, optimizer_class), **defaults)
-        try:
-            example = construct(_example_params())
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ModelError(
-                f"{optimizer_class.__name__} was expected to take {dict(defaults)}; it answered: {error}. Correct them."
-            ) from error
-        self._adopt(example, construct if example.state else None)
-
-    @classmethod
-    def from_optimizer(cls, optimizer: Optimizer) -> TorchRule:
-        """Make the rule for `optimizer`, the user's own instance, which is neither changed nor stepped."""
+    def __init__(self, optimizer: Optimizer) -> None:
+        """Make the rule for `optimizer`, which is neither changed nor stepped. Raises ModelError if its class cannot
+        step one parameter at a time."""
         kind = type(optimizer)
-        names = inspect.signature(kind).parameters
-        defaults = {name: value for name, value in optimizer.defaults.items() if name in names}
-        if kind in ELEMENTWISE:
-            fused = any(group.get("fused") for group in optimizer.param_groups)
-            return cls(kind, {**defaults, "fused": True, "foreach": None} if fused else defaults)
         refuse_class(kind)
-        construct: _Constructor | None = None
-        with contextlib.suppress(Exception):  # a user's constructor may need other arguments, and most create no state
-            if optimizer.state and kind(_example_params(), **defaults).state:
-                construct = partial(cast(Any, kind), **defaults)
-        rule = cls.__new__(cls)
-        rule._adopt(optimizer, construct)
-        return rule
-
-    def _adopt(self, optimizer: Optimizer, construct: _Constructor | None) -> None:
-        """Set this rule's attributes from `optimizer`. `construct`: the constructor, if it creates state; None: the
-        first step creates it."""
-        self.name = type(optimizer).__name__
-        self.defaults = dict(optimizer.defaults)
-        self.elementwise = type(optimizer) in ELEMENTWISE and not optimizer.defaults.get("fused")
-        self.temporaries = TEMPORARIES.get(type(optimizer), self.temporaries)
+        defaults = optimizer.defaults
+        fused = bool(defaults.get("fused")) or any(group.get("fused") for group in optimizer.param_groups)
+        self.name = kind.__name__
+        self.defaults = dict(defaults)
+        self.elementwise = kind in ELEMENTWISE and not fused
+        self.temporaries = TEMPORARIES.get(kind, self.temporaries)
         self._optimizer = bare_copy(optimizer)
-        self._construct = construct
+        self._construct: _Constructor | None = None
+        """The constructor, if it creates state, as Adagrad's does; None: the first step creates it."""
         self._expected: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
         """For each param group of this step: the copy that the step reads, and the values that the step changes."""
         self._fields: dict[tuple[tuple[int, ...], str], list[StateField]] = {}
+        names = inspect.signature(kind).parameters
+        construct = partial(cast(Any, kind), **{name: value for name, value in defaults.items() if name in names})
+        with contextlib.suppress(Exception):  # a user's constructor may need other arguments, and most create no state
+            if (optimizer.state or kind in ELEMENTWISE) and construct([torch.zeros(1, 1, requires_grad=True)]).state:
+                self._construct = construct
 
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
         """Find the state arrays by two trial steps. Raises ModelError if a step fails, if the state is neither tensors
@@ -335,7 +316,7 @@ class TorchRule(UpdateRule):
                 self._step(batch)
 
     def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> State:
-        """Return the state that the constructor creates, as Adagrad's does; {} for other classes."""
+        """Return the state that the constructor creates; {} for other classes."""
         return {} if self._construct is None else self._first_state(torch.zeros(shape, requires_grad=True), hyper)
 
     def export_state(self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> State:
@@ -558,9 +539,8 @@ class TorchRule(UpdateRule):
             except Exception:
                 return  # the class does not accept this small shape: the dry run on the real shape decides
             fields = self._dry_run(shape, own, "cpu")
-            rule = TorchRule.__new__(TorchRule)
-            rule._adopt(self._optimizer, self._construct)
-            rule.keeps_group_state = self.keeps_group_state
+            rule = copy(self)
+            rule._optimizer = bare_copy(self._optimizer)
             state = [{found.name: torch.zeros(found.shape, dtype=found.dtype) for found in fields} for _ in starts]
             apart = [
                 Run(master=start.clone(), grad=start, state=arrays, scalars={}, hyper=own)
@@ -585,14 +565,6 @@ class TorchRule(UpdateRule):
                 "optimizer."
             )
 
-    def refuse_unplanned(self, arrays: Collection[str], planned: Collection[str]) -> None:
-        """Raise ModelError if there are `arrays`: state arrays that a step needs and that were not `planned`."""
-        if arrays:
-            raise ModelError(
-                f"{self.name} was planned with the state arrays {sorted(planned)}; it needs {sorted(arrays)} "
-                "besides. Give it the option that needs them (momentum, amsgrad ...) before initialize()."
-            )
-
     def _refuse_options(self, hyper: Mapping[str, Any], device: torch.device | None = None) -> None:
         if hyper.get("differentiable"):
             raise ModelError(f"{self.name}: differentiable=True needs a graph over the update; set it to False.")
@@ -611,10 +583,6 @@ def _stride(array: torch.Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | No
     # The order, such as that of eigenvectors, decides how products round.
     is_usual = tuple(array.shape) == shape or array.is_contiguous()
     return None if is_usual or not torch.ops.aten.is_non_overlapping_and_dense(array) else array.stride()
-
-
-def _example_params() -> list[torch.Tensor]:
-    return [torch.zeros(1, 1, requires_grad=True)]
 
 
 def refuse_class(kind: type[Optimizer]) -> None:

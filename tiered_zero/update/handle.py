@@ -109,7 +109,6 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
         def check() -> None:
             self._policy.check_untouched("Optimizer state is loaded")
             self._policy.finish(before_write=True)
-            view.check_groups(groups)
             view.check(states, groups)
 
         view.shards.change("optimizer state is checked", check)

@@ -481,13 +481,7 @@ class StateView:
                 f"{self.rule.name} cannot step with the values of the param group that is loaded; it raised "
                 f"{type(error).__name__}: {error}. Load the state of an optimizer of this class."
             ) from error
-        planned = {field.name for field in layout.fields(piece)}
-        if missing := sorted(needed - planned):
-            raise ModelError(
-                f"{self.rule.name} was planned with the state arrays {sorted(planned)}; the param group that is "
-                f"loaded needs {missing} besides. Set the option that needs them (momentum, amsgrad ...) in the "
-                "optimizer that is passed to tiered_zero.initialize()."
-            )
+        self.rule.refuse_unplanned(needed, {field.name for field in layout.fields(piece)})
 
     def write(
         self,
