@@ -73,28 +73,6 @@ def test_no_two_things_share_a_byte(numels: list[int], size: int, elementwise: b
             assert (view == number % 251).all(), "written through another view"
 
 
-@given(
-    numels=st.lists(st.integers(1, 5000), min_size=1, max_size=6),
-    elementwise=st.booleans(),
-    kept=st.sets(st.integers(0, 5)),
-)
-def test_all_but_the_arrays_of_some_pieces_are_cleared(numels: list[int], elementwise: bool, kept: set[int]) -> None:
-    groups = [{"fields": ["m", "bits"]}, {"fields": ["m"]}]
-    for subgroup in subgroups_of([make_unit(0, numels)], {"u0.p1": 1}, 9000, elementwise):
-        layout = StateLayout(subgroup, Fields(elementwise), groups)
-        raw, expected = (
-            torch.full((layout.nbytes,), 7, dtype=torch.uint8),
-            torch.zeros(layout.nbytes, dtype=torch.uint8),
-        )
-        expected[: layout.state_start] = 7
-        pieces = [piece for piece in subgroup.pieces if piece.index in kept]
-        for piece in pieces:
-            for view in layout.state(expected, piece).values():
-                view.view(torch.uint8).fill_(7)
-        layout.clear(raw, pieces)
-        assert torch.equal(raw, expected)
-
-
 def test_every_array_starts_at_a_page() -> None:
     (subgroup,) = subgroups_of([make_unit(0, [3000, 5000])], {}, 10**6, True)
     layout = StateLayout(subgroup, Fields(True), [{"fields": ["m", "bits", "v"]}])

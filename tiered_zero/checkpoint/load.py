@@ -36,7 +36,7 @@ from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL, ParamPiece
 from tiered_zero.record.data_files import Broken, RecordReader, Wanted
 from tiered_zero.record.files import MOST_INTEGER
 from tiered_zero.rules.quantized import dequantize, quantize
-from tiered_zero.rules.state_layout import StateLayout, gaps
+from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.rules.torch_rule import same
 from tiered_zero.tiers.tier import Home
 from tiered_zero.update.state_view import StateView
@@ -454,7 +454,7 @@ class StateLoader:
         if self._num_converted == _CONVERTED_AHEAD:
             return None
         io, has_state = self._io, self._view.scalars.has_state(layout)
-        keeps = self._keeps_values({own.unit.index: own.unit for own in layout.subgroup.segments}.values())
+        keeps = self._keeps_values(layout.subgroup.units)
         if (work := io.open_nowait(layout, "param", initialized=has_state, reads=keeps)) is None:
             return None
         try:
@@ -462,9 +462,9 @@ class StateLoader:
                 io.wait(read, work)
             io.bind_outputs(work)
             placed = _params_of(layout)
-            masters = self._masters(layout, work, keeps, [elements for _, _, elements in placed])
+            masters = self._masters(layout, work, keeps)
             stepped = [piece for piece in layout.subgroup.pieces if piece.param.name in self._matched.states]
-            layout.clear(work.raw, stepped)
+            work.raw[layout.state_start : layout.nbytes].zero_()
             targets, conversions = self._state_targets(layout, work.raw, stepped)
             for param, start, (first, last) in placed:  # those in no param group too: they have masters
                 if (key := self._matched.params.get(param.name)) is not None:
@@ -506,18 +506,13 @@ class StateLoader:
         after = self._state.runtime.accelerator.record_compute()
         self._io.write(work, {}, after, masters_alone=not stepped)
 
-    def _masters(
-        self, layout: StateLayout, work: SubGroupWork, keeps: bool, filled: Sequence[tuple[int, int]]
-    ) -> torch.Tensor:
+    def _masters(self, layout: StateLayout, work: SubGroupWork, keeps: bool) -> torch.Tensor:
         """Return memory for a sub-group's masters, [numel] fp32: the slot's own, or a new array if the slot stores
-        remainders. `keeps`: whether a new array begins with the present masters, or else with zeros. `filled`: the
-        ranges of parameters; in the slot's own memory all other elements are set to 0."""
+        remainders. `keeps`: whether it begins with the present masters, or else with zeros."""
         numel, device = layout.subgroup.numel, work.raw.device
         if not layout.masters.needs_params:
             masters = layout.master(work.raw)
-            for start, stop in gaps(filled, 0, numel):
-                masters[start:stop].zero_()
-            return masters
+            return masters if keeps else masters.zero_()
         whole = self._joined.pop() if self._joined else torch.empty(numel, device=device)
         if whole.numel() < numel or whole.device != device:
             whole = torch.empty(numel, device=device)

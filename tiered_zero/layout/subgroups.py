@@ -126,6 +126,11 @@ class SubGroup:
         return {segment.unit.index: segment.numel for segment in self.segments}
 
     @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """The units with elements in the sub-group, each once."""
+        return tuple({segment.unit.index: segment.unit for segment in self.segments}.values())
+
+    @cached_property
     def pieces(self) -> tuple[ParamPiece, ...]:
         return tuple(piece for segment in self.segments for piece in segment.pieces)
 

@@ -297,19 +297,6 @@ class StateLayout:
         """Return the masters of `segment` as views of `raw`, the slot's bytes: one for each array of the format."""
         return [raw[start : start + nbytes].view(dtype) for start, nbytes, dtype in self.master_spans(segment)]
 
-    def clear(self, raw: torch.Tensor, kept: Iterable[ParamPiece]) -> None:
-        """Set the state in `raw`, the slot's bytes, to zero, except that of the pieces `kept`."""
-        filled = []
-        for piece in kept:
-            for array in self.arrays_for(piece):
-                start, stop = array.offset, array.offset + array.field.nbytes
-                if array.piece is None:
-                    itemsize, block = array.field.dtype.itemsize, array.field.block_numel
-                    start, stop = start + piece.start // block * itemsize, start + -(-piece.stop // block) * itemsize
-                filled.append((start, stop))
-        for start, stop in gaps(sorted(filled), self.state_start, self.nbytes):
-            raw[start:stop].zero_()
-
     def marks(self, raw: torch.Tensor) -> torch.Tensor | None:
         """Return the state array, [numel], with RemainderMasters' marks in its signs; None for other formats."""
         return _view(raw, self.arrays[0]) if len(self.masters.dtypes) > 1 else None
@@ -344,16 +331,6 @@ class StateLayout:
     def arrays_for(self, piece: ParamPiece) -> list[StateArray]:
         """Return the arrays that hold a piece's state: those of the whole sub-group, or the piece's own."""
         return self._shared_of_group.get(piece.group, []) + self._arrays_of.get(piece.index, [])
-
-
-def gaps(ranges: Iterable[tuple[int, int]], first: int, last: int) -> list[tuple[int, int]]:
-    """Return the parts of [first, last) that lie outside of all `ranges`. `ranges`: disjoint and sorted."""
-    found = []
-    for start, stop in (*ranges, (last, last)):
-        if first < start:
-            found.append((first, start))
-        first = stop
-    return found
 
 
 def _shaped(piece: ParamPiece, field: StateField, memory: torch.Tensor) -> torch.Tensor:
