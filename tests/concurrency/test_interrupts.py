@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import tiered_zero
-from tests.support.inspection.insides import BarrierPolicy, OverlappedPolicy
+from tests.support.inspection.insides import BarrierPolicy, OverlappedPolicy, UpdatePipeline
 from tests.support.trainers import tiered
 from tests.support.walks import PACKAGE
 from tiered_zero.concurrency.interrupts import hold_interrupts
@@ -285,7 +285,7 @@ def test_no_memory_drops_the_step_and_inside_of_the_update_ends_the_engine(
     with engine_on(swap_path, "barrier") as engine:
         train(engine, 0, 1)
         with monkeypatch.context() as patch, pytest.raises(MemoryError):
-            patch.setattr(BarrierPolicy, "_step" if inside else "prepare", fail)
+            patch.setattr(*((UpdatePipeline, "step") if inside else (BarrierPolicy, "prepare")), fail)
             train(engine, 1)
         if inside:
             with pytest.raises(EngineFailedError, match="after its update had begun"):

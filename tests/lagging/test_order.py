@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 from tests.lagging.child import on_device
 from tests.lagging.cuda import LaggingDevice
-from tests.support.inspection.insides import EagerUpdate, UpdatePipeline
+from tests.support.inspection.insides import UpdateJob, UpdatePipeline
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import adamw, tiered
 
@@ -20,7 +20,7 @@ def test_updates_that_backward_leaves_come_in_the_order_of_the_next_forward(devi
     order: list[int] = []
     num_added = [0]
     some_are_ready, second_has_begun, all_are_ready = (threading.Event() for _ in range(3))
-    update, add = UpdatePipeline._update, EagerUpdate.add
+    update, add = UpdatePipeline._update, UpdateJob.add_unit
 
     def held_update(pipeline: UpdatePipeline, work: Any, job: Any) -> None:
         order.append(work.layout.subgroup.index)
@@ -29,12 +29,13 @@ def test_updates_that_backward_leaves_come_in_the_order_of_the_next_forward(devi
         assert (some_are_ready if len(order) == 1 else all_are_ready).wait(60)
         update(pipeline, work, job)
 
-    def counted_add(eager: EagerUpdate, unit: Any, after: Any) -> None:
-        add(eager, unit, after)
+    def counted_add(job: UpdateJob, unit: Any, after: Any) -> list[Any]:
+        ready = add(job, unit, after)
         num_added[0] += 1
         if num_added[0] == 3:
             some_are_ready.set()
             assert second_has_begun.wait(60)
+        return ready
 
     zero = {"stage3_param_persistence_threshold": 0, "sub_group_size": 1}
     runtime = {"device": "cuda", "update": "overlapped"}
@@ -47,7 +48,7 @@ def test_updates_that_backward_leaves_come_in_the_order_of_the_next_forward(devi
         engine.backward(engine(tokens, targets, False))  # the first updates start behind backward
         engine.step()
         engine.flush()
-        with patch.object(UpdatePipeline, "_update", held_update), patch.object(EagerUpdate, "add", counted_add):
+        with patch.object(UpdatePipeline, "_update", held_update), patch.object(UpdateJob, "add_unit", counted_add):
             engine.backward(engine(tokens, targets, False))
             engine.step()
             all_are_ready.set()

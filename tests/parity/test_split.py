@@ -168,7 +168,7 @@ def test_what_rests_on_the_device_waits_for_nothing_else(swap_path: Any, monkeyp
     update = UpdatePipeline._update
 
     def late(self: UpdatePipeline, work: Any, job: Any) -> None:
-        assert self._io.updates_on_device(work.layout.subgroup) or begin.wait(300)
+        assert self.io.updates_on_device(work.layout.subgroup) or begin.wait(300)
         update(self, work, job)
 
     monkeypatch.setattr(UpdatePipeline, "_update", late)

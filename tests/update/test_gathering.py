@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from tests.support.inspection.insides import StepGradients, UnitShare
 from tests.support.tier_rig import make_runtime
 from tests.support.units import make_unit
-from tiered_zero.concurrency.transfer import Completion, Transfer
+from tiered_zero.concurrency.transfer import Completion, FailureLatch, Transfer
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
 from tiered_zero.update.policy import GatheringPolicy
@@ -24,9 +25,12 @@ UNITS = [make_unit(index) for index in range(4)]
 class Pipeline:
     """Writes units in the order `order`, each when `may_write` of it is set. Fails before the unit `failing`."""
 
-    view = None
+    view = SimpleNamespace(
+        layouts=[SimpleNamespace(subgroup=SimpleNamespace(index=u.index, units=(u,), segments=())) for u in UNITS]
+    )
 
     def __init__(self, runtime: Runtime, order: Sequence[int], failing: int | None = None) -> None:
+        self.failures = FailureLatch()
         self.runtime, self.order, self.failing = runtime, order, failing
         self.may_write = [threading.Event() for _ in UNITS]
 
@@ -37,7 +41,9 @@ class Pipeline:
         for index in self.order:
             assert self.may_write[index].wait(300)
             if index == self.failing:
-                raise OSError("the disk is full")
+                error = OSError("the disk is full")
+                job.fail(error)
+                raise error
             if index in job.unit_updates:
                 job.unit_updates[index].complete()
 
@@ -142,4 +148,3 @@ def test_a_failed_update_is_raised_and_nothing_behind_it_is_gathered(runtime: Ru
     with pytest.raises(OSError, match="the disk is full"):
         policy.apply(gradients_of(range(4)), 1.0)
     assert gather.started == [0, 1] and log == []
-    assert isinstance(policy.failures.error, OSError)

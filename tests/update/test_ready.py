@@ -1,51 +1,90 @@
-"""The queue between backward and a running update: whatever one side does, the other goes on."""
+"""The sub-groups that backward makes ready for a running update: whatever one side does, the other goes on."""
 
 from types import SimpleNamespace
 from typing import Any
 
-from tiered_zero.update.pipeline import ReadyQueue
+from tiered_zero.concurrency.transfer import COMPLETED
+from tiered_zero.update.pipeline import UpdateJob
+
+
+def unit(index: int) -> Any:
+    return SimpleNamespace(index=index)
 
 
 def layout(index: int) -> Any:
-    return SimpleNamespace(subgroup=SimpleNamespace(index=index, segments=(SimpleNamespace(unit=index),)))
+    """A sub-group of one unit with its own index. Units with an odd index get no gradient without backward."""
+    segment = SimpleNamespace(unit=unit(index), pieces=[SimpleNamespace(param=index % 2)])
+    return SimpleNamespace(subgroup=SimpleNamespace(index=index, segments=(segment,), units=(unit(index),)))
 
 
-def test_the_shallowest_comes_first_and_skipped_ones_are_reported_once() -> None:
-    queue = ReadyQueue([layout(3), layout(1)], [layout(2)])
-    first = queue.peek()
+def job(*indices: int, arrived: set[int] | None = None) -> UpdateJob:
+    gradients: Any = SimpleNamespace(
+        has=lambda _, param: not param,
+        has_arrived=lambda own: arrived is None or own.index in arrived,
+        release=lambda _: None,
+    )
+    return UpdateJob([layout(index) for index in indices], gradients, [], COMPLETED)
+
+
+def add(job: UpdateJob, *indices: int) -> None:
+    for index in indices:
+        assert job.add_unit(unit(index), COMPLETED) == [unit(index)]
+
+
+def chosen(job: UpdateJob) -> int | None:
+    found = job.choose()
+    return None if found is None else found.subgroup.index
+
+
+def test_the_shallowest_comes_first_and_skipped_ones_are_counted_once() -> None:
+    own = job(0, 1, 2, 3, 5)
+    add(own, 3, 1)
+    first = own.choose()
     assert first is not None and first.subgroup.index == 1
-    queue.add(layout(0))  # comes in before what was looked at
-    queue.take(first)
-    assert [queue.peek().subgroup.index, queue.wait()] == [0, True]  # type: ignore[union-attr]
-    assert [item.subgroup.index for item in queue.take_skipped()] == [2] and queue.take_skipped() == []
+    add(own, 0)  # comes in before what was looked at
+    own.take(first)
+    assert [chosen(own), own.wait()] == [0, True] and not own.computed.done()
+    own.unit_updates[5] = update = UnitUpdateOf()
+    own.finish(COMPLETED)
+    own.count_skipped()
+    own.count_skipped()
+    assert update.num_completed == 1, "the one without a gradient"
+    assert own.take_among([3, 2, 0]) and own.has_ended()
+
+
+class UnitUpdateOf:
+    def __init__(self) -> None:
+        self.num_completed = 0
+        self.computed = SimpleNamespace(complete=lambda: None)
+
+    def complete(self) -> None:
+        self.num_completed += 1
 
 
 def test_the_shallowest_whose_gradients_have_arrived_is_chosen() -> None:
     """Backward is launched ahead of the device: what became ready last has its gradients last."""
     arrived: set[int] = set()
-    gradients: Any = SimpleNamespace(has_arrived=arrived.__contains__)
-    queue = ReadyQueue()
-    for index in (5, 4, 3, 2):
-        queue.add(layout(index))
+    own = job(*range(2, 9), arrived=arrived)
+    add(own, 5, 4, 3, 2)
     order = []
     for arrives in ((), (5, 4), (3,), (2,)):
         arrived.update(arrives)
-        chosen = queue.choose(gradients)
-        assert chosen is not None
-        queue.take(chosen)
-        order.append(chosen.subgroup.index)
-    assert order == [5, 4, 3, 2] and queue.choose(gradients) is None
-    for index in (8, 7, 6):
-        queue.add(layout(index))
+        found = own.choose()
+        assert found is not None
+        own.take(found)
+        order.append(found.subgroup.index)
+    assert order == [5, 4, 3, 2] and own.choose() is None
+    add(own, 8, 7, 6)
     arrived.update((8, 7))
-    assert [queue.choose(gradients).subgroup.index, queue.peek().subgroup.index] == [7, 6]  # type: ignore[union-attr]
+    assert chosen(own) == 7
 
 
-def test_a_queue_that_is_cleared_between_peek_and_take() -> None:
-    queue = ReadyQueue([layout(0), layout(1)])
-    seen = queue.peek()
+def test_a_job_that_is_cancelled_between_choose_and_take() -> None:
+    own = job(0, 1)
+    add(own, 0, 1)
+    seen = own.choose()
     assert seen is not None
-    queue.clear()
-    queue.close()
-    queue.take(seen)
-    assert queue.peek() is None and not queue.wait()
+    assert own.cancel()
+    own.take(seen)
+    assert own.choose() is None and not own.wait()
+    assert not job(0).cancel(), "no sub-group was ready"

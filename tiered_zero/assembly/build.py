@@ -61,7 +61,6 @@ from tiered_zero.update.pipeline import UpdatePipeline
 from tiered_zero.update.policy import (
     BarrierPolicy,
     DelayedPolicy,
-    EagerUpdate,
     GatheringPolicy,
     OverlappedPolicy,
     UpdatePolicy,
@@ -442,8 +441,9 @@ def _make_policy(
         return GatheringPolicy(pipeline, pager, whole)
     if choice.policy == "delayed":
         return DelayedPolicy(pipeline, pager, run_spec.config.tiered_zero.delay_start_step)
-    eagerly = partial(EagerUpdate, run_spec.layouts, gradients.freeze, gradients.keep)
-    return OverlappedPolicy(pipeline, pager, eagerly if choice.optimizer_in_backward else None)
+    if choice.optimizer_in_backward:
+        return OverlappedPolicy(pipeline, pager, gradients.freeze, gradients.keep)
+    return OverlappedPolicy(pipeline, pager)
 
 
 def _make_observers(run_spec: RunSpec, runtime: Runtime, resources: Teardown) -> list[Callable[[StepReport], None]]:

@@ -247,19 +247,8 @@ class StateSaver:
     # -- masters and state ---------------------------------------------------------------------------------------------
 
     def _begin(self, layout: StateLayout) -> tuple[SubGroupWork, Callable[[], None]] | None:
-        home = self._state.inventory.home(layout.subgroup, "state")
-        if (raw := home.tier.view(home.slot)) is not None and not layout.masters.needs_params:
-            work: SubGroupWork | None = SubGroupWork(
-                layout=layout,
-                param_kind="param",
-                raw=raw,
-                lease=None,
-                home=home,
-                is_staged=False,
-                on_device=home.tier.name == "device",
-            )
-        else:
-            work = self._io.open_nowait(layout, "param", initialized=self._scalars.has_state(layout))
+        has_state, with_params = self._scalars.has_state(layout), layout.masters.needs_params
+        work = self._io.open_nowait(layout, "param", initialized=has_state, with_params=with_params)
         return None if work is None else (work, partial(self._send_subgroup, work))
 
     def _send_subgroup(self, work: SubGroupWork) -> None:

@@ -1,23 +1,23 @@
 """Run the update over sub-groups: read sub-group i+1 while i is updated and i-1 is written.
 
-One loop, `UpdatePipeline.step`, runs every update. `ReadyQueue` gives it sub-groups. `Prefetcher` reads state ahead. A
+One loop, `UpdatePipeline.step`, runs every update. `UpdateJob` gives it sub-groups. `Prefetcher` reads state ahead. A
 sub-group is what the optimizer steps at once; a `StateLayout` stands for it."""
 
 from __future__ import annotations
 
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from tiered_zero.concurrency.transfer import COMPLETED, Completion, Transfer
+from tiered_zero.concurrency.transfer import COMPLETED, Completion, FailureLatch, Transfer
 from tiered_zero.errors import TieredZeroError
 from tiered_zero.hardware.runtime import Runtime
+from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import ParamPiece, Segment, SubGroup
 from tiered_zero.rules.rule import Run
 from tiered_zero.rules.state_layout import StateLayout
@@ -31,50 +31,140 @@ POLL_S = 0.002
 """How long the loop waits for a sub-group to become ready before it looks for writes that have ended."""
 
 
-class ReadyQueue:
-    """Holds the sub-groups that are ready to be updated: the work that computes their gradients is launched. Nothing is
-    added after `close`. `take_skipped` returns each sub-group that this step does not update, once. Any thread."""
+class UpdateJob:
+    """One update: its input, the sub-groups that are ready, and its progress. A sub-group is ready once the work that
+    computes its gradients is launched.
 
-    def __init__(self, ready: Iterable[StateLayout] = (), skipped: Iterable[StateLayout] = ()) -> None:
+    The driver thread adds units with complete gradients (`add_unit`, in backward), then calls `finish` or `cancel`. The
+    thread that updates takes sub-groups, and counts what is computed and written. It completes the `UnitUpdate` of each
+    unit once all sub-groups with a part of the unit are computed or written.
+
+    `groups`: copies of the param groups' values. `after`: the job starts after this transfer. `param_kind`: the slots
+    for new parameters: "param", or "param_back" for a delayed update, which also writes the parameters of sub-groups
+    without a gradient. `on_device`: whether the job updates state on the device, ahead of a job with the same gradients
+    for the other sub-groups."""
+
+    def __init__(
+        self,
+        layouts: Sequence[StateLayout],
+        gradients: GradientSource,
+        groups: Sequence[Mapping[str, Any]],
+        after: Transfer,
+        grad_scale: float = 1.0,
+        param_kind: str = "param",
+        on_device: bool = False,
+    ) -> None:
+        self.gradients, self.groups, self.after = gradients, groups, after
+        self.grad_scale, self.param_kind, self.on_device = grad_scale, param_kind, on_device
+        self.unit_updates: dict[int, UnitUpdate] = {}
+        """Unit index -> the `UnitUpdate` to complete. The driver thread adds units before `finish`."""
+        self.after_of: dict[int, Transfer] = {}
+        """Index of a sub-group that was ready -> its parameters on the device are written after this transfer, because
+        earlier work of compute may read them."""
+        self.computed = Completion()
+        """Completes when every sub-group is computed, or when the job ends."""
+        self.opened: deque[SubGroupWork] = deque()
+        self.written: deque[SubGroupWork] = deque()
+        """The sub-groups being read, and those being written."""
+        self._layouts = layouts
+        self._layouts_of: dict[int, list[StateLayout]] = {}
+        """Unit index -> the sub-groups that hold a part of the unit."""
+        for layout in layouts:
+            for unit in layout.subgroup.units:
+                self._layouts_of.setdefault(unit.index, []).append(layout)
+        self._num_uncomputed = {index: len(own) for index, own in self._layouts_of.items()}
+        self._num_unwritten = dict(self._num_uncomputed)
+        """Unit index -> the number of its sub-groups that are not computed, and of those that are not written."""
         self._changed = threading.Condition()
-        self._ready = {layout.subgroup.index: layout for layout in ready}
+        self._ready: dict[int, StateLayout] = {}
         """Index of a ready sub-group -> its layout, in the order in which sub-groups became ready."""
-        self._skipped = list(skipped)
+        self._skipped: list[StateLayout] = []
         self._closed = False
 
-    def add(self, layout: StateLayout) -> None:
-        with self._changed:
-            self._ready[layout.subgroup.index] = layout
-            self._changed.notify()
+    # -- the driver thread ---------------------------------------------------------------------------------------------
 
-    def close(self, skipped: Iterable[StateLayout] = ()) -> None:
+    @cached_property
+    def _waits_for(self) -> dict[int, set[int]]:
+        """Index of a sub-group -> its units that were not added."""
+        return {own.subgroup.index: {unit.index for unit in own.subgroup.units} for own in self._layouts}
+
+    def updates(self, unit: Unit) -> bool:
+        """Return whether the update has a sub-group with a part of the unit."""
+        return unit.index in self._layouts_of
+
+    def add_unit(self, unit: Unit, after: Transfer) -> list[Unit]:
+        """Add a unit with complete gradients: its sub-groups that wait for no other unit are ready. Return the units
+        whose sub-groups are all ready by that. `after`: ends when compute no longer reads the unit's parameters."""
+        done: list[Unit] = []
+        for layout in self._layouts_of[unit.index]:
+            waits_for = self._waits_for[layout.subgroup.index]
+            waits_for.discard(unit.index)
+            if waits_for or layout.subgroup.index in self.after_of:
+                continue
+            self._add(layout, after)
+            for own in layout.subgroup.units:
+                if all(other.subgroup.index in self.after_of for other in self._layouts_of[own.index]):
+                    done.append(own)
+        return done
+
+    def finish(self, after: Transfer) -> None:
+        """Make the remaining sub-groups with a gradient ready, and skip the others. Complete the updates of units
+        without a sub-group here. `after`: ends when all work that compute has launched so far is done."""
+        for index, unit_update in self.unit_updates.items():
+            if index not in self._layouts_of:
+                unit_update.complete()
+        skipped: list[StateLayout] = []
+        for layout in self._layouts:
+            if layout.subgroup.index in self.after_of:
+                continue
+            if self.param_kind == "param_back" or self._has_gradient(layout.subgroup):
+                self._add(layout, after)
+            else:
+                skipped.append(layout)
         with self._changed:
             self._skipped += skipped
             self._closed = True
             self._changed.notify()
 
-    def clear(self) -> None:
-        """Remove all waiting sub-groups."""
+    def cancel(self) -> bool:
+        """Remove the sub-groups that the update has not begun, and accept no others. Return whether the update may have
+        changed a sub-group."""
         with self._changed:
             self._ready.clear()
+            self._closed = True
+            self._changed.notify()
+        return bool(self.after_of)
 
-    def peek(self) -> StateLayout | None:
-        """Return the ready sub-group that the next forward needs first; None if the queue is empty."""
+    def _add(self, layout: StateLayout, after: Transfer) -> None:
+        self.after_of[layout.subgroup.index] = after
         with self._changed:
-            return self._ready[min(self._ready)] if self._ready else None
+            self._ready[layout.subgroup.index] = layout
+            self._changed.notify()
 
-    def choose(self, gradients: GradientSource) -> StateLayout | None:
+    def _has_gradient(self, subgroup: SubGroup) -> bool:
+        for segment in subgroup.segments:
+            for piece in segment.pieces:
+                if self.gradients.has(segment.unit, piece.param):
+                    return True
+        return False
+
+    # -- the thread that updates: ready sub-groups ---------------------------------------------------------------------
+
+    def choose(self) -> StateLayout | None:
         """Return the ready sub-group that the next forward needs first, of those with all gradients arrived. If there
-        is none, return the one that became ready first; None if the queue is empty."""
+        is none, return the one that became ready first; None if none is ready."""
         with self._changed:
             for index in sorted(self._ready):
-                layout = self._ready[index]
-                if all(gradients.has_arrived(segment.unit) for segment in layout.subgroup.segments):
-                    return layout
+                if self.has_arrived(self._ready[index]):
+                    return self._ready[index]
             return next(iter(self._ready.values()), None)  # its gradients arrive first
 
+    def has_arrived(self, layout: StateLayout) -> bool:
+        """Return whether all gradients of the sub-group can be read now."""
+        return all(map(self.gradients.has_arrived, layout.subgroup.units))
+
     def take(self, layout: StateLayout) -> None:
-        """Remove `layout` if it is still in the queue."""
+        """Remove `layout` from the ready sub-groups, if it is still among them."""
         with self._changed:
             self._ready.pop(layout.subgroup.index, None)
 
@@ -85,61 +175,59 @@ class ReadyQueue:
                 return []
             return [self._ready.pop(index) for index in list(subgroups) if index in self._ready]
 
-    def take_skipped(self) -> list[StateLayout]:
+    def is_ready(self) -> bool:
+        """Return whether a sub-group is ready."""
         with self._changed:
-            skipped, self._skipped = self._skipped, []
-            return skipped
+            return bool(self._ready)
 
     def has_ended(self) -> bool:
-        """Return whether the queue is closed and empty."""
+        """Return whether no sub-group is ready, and none will be."""
         with self._changed:
             return self._closed and not self._ready
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until a sub-group is ready, and return True. Return False once the queue is closed and empty, or after
-        `timeout_s`."""
+        """Block until a sub-group is ready, and return True. Return False once `has_ended`, or after `timeout_s`."""
         with self._changed:
             while not (self._ready or self._closed) and self._changed.wait(timeout_s):
                 pass
             return bool(self._ready)
 
+    # -- the thread that updates: progress -----------------------------------------------------------------------------
 
-@dataclass(frozen=True, kw_only=True)
-class UpdateJob:
-    """The input of one update.
+    def count_skipped(self) -> None:
+        """Count the skipped sub-groups, each once, as computed and written."""
+        with self._changed:
+            skipped, self._skipped = self._skipped, []
+        for layout in skipped:
+            self.count_computed(layout.subgroup)
+            self.count_written(layout.subgroup)
 
-    `groups`: copies of the param groups' values. `after`: parameters on the device are written after this transfer,
-    because earlier work of compute may read them. `after_of`: index of a sub-group -> the transfer that replaces
-    `after`. `unit_updates`: unit index -> the `UnitUpdate` to complete. `param_kind`: the slots for new parameters:
-    "param", or "param_back" for a delayed update. `every_subgroup`: whether to also write the parameters of sub-groups
-    without a gradient. `queue`: the sub-groups to update; None: all that have a gradient. `on_device`: True updates
-    only sub-groups with state on the device, False only the others, None all. `computed`: completes when every
-    sub-group is computed, or when the job fails."""
+    def count_computed(self, subgroup: SubGroup) -> None:
+        for unit in subgroup.units:
+            self._num_uncomputed[unit.index] -= 1
+            if self._num_uncomputed[unit.index]:
+                continue
+            if not self.on_device:  # the job for the other tiers runs last and releases them
+                self.gradients.release(unit)
+            if unit.index in self.unit_updates:
+                self.unit_updates[unit.index].computed.complete()
 
-    gradients: GradientSource
-    grad_scale: float
-    groups: Sequence[Mapping[str, Any]]
-    after: Transfer
-    after_of: dict[int, Transfer] = field(default_factory=dict)
-    unit_updates: dict[int, UnitUpdate] = field(default_factory=dict)
-    param_kind: str = "param"
-    every_subgroup: bool = False
-    queue: ReadyQueue | None = None
-    on_device: bool | None = None
-    computed: Completion = field(default_factory=Completion)
+    def count_written(self, subgroup: SubGroup) -> None:
+        for unit in subgroup.units:
+            self._num_unwritten[unit.index] -= 1
+            if not self._num_unwritten[unit.index] and unit.index in self.unit_updates:
+                self.unit_updates[unit.index].complete()
 
     def fail(self, error: BaseException) -> None:
         """Make every wait for the update of a unit that is not written yet raise `error`."""
         for unit_update in list(self.unit_updates.values()):  # a copy: the driver may add some
             unit_update.fail(error)
 
-
-def has_gradient(subgroup: SubGroup, gradients: GradientSource) -> bool:
-    for segment in subgroup.segments:
-        for piece in segment.pieces:
-            if gradients.has(segment.unit, piece.param):
-                return True
-    return False
+    def end(self) -> None:
+        """Release the gradients, and complete `computed`. Called also for a job that was never launched."""
+        if not self.on_device:  # the job for the other tiers still needs the gradients
+            self.gradients.release_all()
+        self.computed.complete()
 
 
 class UpdatePipeline:
@@ -157,11 +245,14 @@ class UpdatePipeline:
         self.view = view
         self._rule = view.rule
         self.runtime = runtime
-        self._io = SubGroupIO(view.inventory, runtime, view.staging, params, gradient_dtypes or {})
-        self.io = SubGroupIO(view.inventory, runtime, view.staging, params)
-        """Reads and writes sub-groups for saves and loads; its staging buffers hold no gradients."""
-        self._prefetcher = Prefetcher(self._io, self._open_nowait)
+        self._gradient_dtypes = gradient_dtypes or {}
+        self.io = SubGroupIO(view.inventory, runtime, view.staging, params, self._gradient_dtypes)
+        """Reads and writes sub-groups; saves and loads use it too."""
+        self._prefetcher = Prefetcher(self.io, self._open_nowait)
         self._stages = view.staging is not None
+        self.failures = FailureLatch()
+        """Remembers the error of the first failed update. No step runs after it, because an update rewrites state in
+        place."""
         self._held: Mapping[int, Transfer] = {}
         """Index of a sub-group -> the transfer that ends when a save has read its state."""
         self._reading: Transfer = COMPLETED
@@ -169,12 +260,12 @@ class UpdatePipeline:
     @cached_property
     def has_device_state(self) -> bool:
         """Whether the state of any sub-group rests on the device. Cached, because state never moves to another tier."""
-        return any(self._io.updates_on_device(layout.subgroup) for layout in self.view.layouts)
+        return any(self.io.updates_on_device(layout.subgroup) for layout in self.view.layouts)
 
     @cached_property
     def _reads(self) -> bool:
         """Whether the update of any sub-group reads from a tier."""
-        return any(map(self._io.reads, self.view.layouts))
+        return any(map(self.io.reads, self.view.layouts))
 
     def freeze_groups(self) -> list[dict[str, Any]]:
         """Return copies of the param groups for one update: schedulers may change the groups while it runs. Then
@@ -208,114 +299,101 @@ class UpdatePipeline:
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def step(self, job: UpdateJob) -> None:
-        """Update every sub-group that has a gradient, and return when everything is written. Raises TransferError or
-        CorruptionError if a sub-group cannot be read intact: it is unchanged then, but sub-groups before it are
-        updated. After any error every `UnitUpdate` that is not complete fails."""
-        step = _Step(job, job.queue or self._queue_all(job), self.view.layouts)
+        """Update every sub-group of the job that has a gradient, and return when everything is written. Raises
+        TransferError or CorruptionError if a sub-group cannot be read intact: it is unchanged then, but sub-groups
+        before it are updated. After any error every `UnitUpdate` that is not complete fails, and later jobs raise the
+        error."""
         reads_ahead = self._stages and not job.on_device
-        if reads_ahead:
-            self._prefetcher.begin_step(job.param_kind)
         try:
-            while step.opened or step.written or step.queue.wait():
-                self._begin(step)
-                self._work(step)
-                self._retire(step)
-            step.count_skipped(step.queue.take_skipped())
+            self.failures.check()  # the job before may have failed after this one was started
+            if reads_ahead:
+                self._prefetcher.begin_step(job.param_kind)
+            while job.opened or job.written or job.wait():
+                self._begin(job)
+                self._work(job)
+                self._retire(job)
+            job.count_skipped()
+            if reads_ahead:
+                self._prefetcher.end_step()
         except BaseException as error:
+            self.failures.set(error)
             job.fail(error)
-            self._io.cancel([*step.opened, *step.written])
+            self.io.cancel([*job.opened, *job.written])
             self._prefetcher.cancel()
             raise
-        if reads_ahead:
-            self._prefetcher.end_step()
+        finally:
+            job.end()
 
-    def _begin(self, step: _Step) -> None:
+    def _begin(self, job: UpdateJob) -> None:
         """Begin to read ready sub-groups: first the prefetched ones, then others as long as buffers are free."""
-        step.count_skipped(step.queue.take_skipped())
+        job.count_skipped()
         if self._reads:
-            for prefetched in map(self._prefetcher.take, step.queue.take_among(self._prefetcher.subgroups)):
-                step.opened.append(prefetched)
-                self._read_gradients(prefetched, step.job)
+            for prefetched in map(self._prefetcher.take, job.take_among(self._prefetcher.subgroups)):
+                self._append(job, prefetched)
         # with nothing to read, begin only one: a sub-group that is needed sooner may become ready during its update
-        while self._reads or not step.opened:
-            # in backward gradients may be under way: prefer a sub-group with all gradients arrived
-            layout = step.queue.peek() if step.job.queue is None else step.queue.choose(step.job.gradients)
-            if layout is None:
-                return
-            work = self._open_nowait(layout, step.job.param_kind)
-            if work is not None:
-                step.queue.take(layout)
+        while (self._reads or not job.opened) and (layout := job.choose()) is not None:
+            if (work := self._open_nowait(layout, job.param_kind)) is not None:
+                job.take(layout)
                 self._prefetcher.note_begun(work)
-                step.opened.append(work)
-                self._read_gradients(work, step.job)
-            elif step.opened or not self._prefetcher.evict_last():
+                self._append(job, work)
+            elif job.opened or not self._prefetcher.evict_last():
                 return
 
-    def _read_gradients(self, work: SubGroupWork, job: UpdateJob) -> None:
-        """Start to read gradients from NVMe. In backward do nothing: gradients are read once they have arrived."""
-        if job.queue is None:
-            self._io.read_gradients(work, job.gradients)
+    def _append(self, job: UpdateJob, work: SubGroupWork) -> None:
+        """Append `work` to the opened sub-groups, and start to read its gradients from NVMe if they have arrived."""
+        job.opened.append(work)
+        if self._gradient_dtypes and job.has_arrived(work.layout):
+            self.io.read_gradients(work, job.gradients)
 
-    def _work(self, step: _Step) -> None:
-        """Take the first of `step.opened`: wait for its reads, update it, and start its writes."""
-        if not step.opened:
+    def _work(self, job: UpdateJob) -> None:
+        """Take the first opened sub-group: wait for its reads, update it, and start its writes."""
+        if not job.opened:
             return
-        work, job = step.opened[0], step.job
-        for segment in work.layout.subgroup.segments:
-            job.gradients.wait_transfers(segment.unit)
-        self._io.read_gradients(work, job.gradients)
+        work = job.opened[0]
+        for unit in work.layout.subgroup.units:
+            job.gradients.wait_transfers(unit)
+        self.io.read_gradients(work, job.gradients)
         for read in work.reads:
-            self._io.wait(read, work)
+            self.io.wait(read, work)
         if (held := self._held.get(work.layout.subgroup.index)) is not None and not held.done():
-            self._io.wait(held, work)
+            self.io.wait(held, work)
         self._update(work, job)
-        self._io.write(work, job.unit_updates, job.after_of.get(work.layout.subgroup.index, job.after))
-        step.count_computed(work.layout.subgroup)
-        step.written.append(step.opened.popleft())
+        self.io.write(work, job.unit_updates, job.after_of[work.layout.subgroup.index])
+        job.count_computed(work.layout.subgroup)
+        job.written.append(job.opened.popleft())
 
-    def _retire(self, step: _Step) -> None:
+    def _retire(self, job: UpdateJob) -> None:
         """Release the buffers of written sub-groups, oldest first, and read ahead into free buffers. Wait for a write
         only at the end of the step, or if a ready sub-group needs its buffer."""
-        ended = not step.opened and step.queue.has_ended()
+        ended = not job.opened and job.has_ended()
         if ended:  # count the sub-groups skipped last: forward waits for them
-            step.count_skipped(step.queue.take_skipped())
-            step.job.computed.complete()
-        reads_ahead = self._stages and not step.job.on_device
+            job.count_skipped()
+            job.computed.complete()
+        reads_ahead = self._stages and not job.on_device
         if reads_ahead:
-            self._prefetch(step)
+            self._prefetch(job)
         must_wait = ended
-        if self._stages and not (ended or step.opened) and (ready := step.queue.peek()) is not None:
-            must_wait = not (self._io.num_free or ready.subgroup.index in self._prefetcher.subgroups)
-        while step.written and (must_wait or step.written[0].is_written()):
-            self._io.finish(step.written[0])
-            self._prefetcher.note_ended(step.written[0])
-            step.count_written(step.written.popleft().layout.subgroup)
+        if self._stages and not (ended or job.opened) and (ready := job.choose()) is not None:
+            must_wait = not (self.io.num_free or ready.subgroup.index in self._prefetcher.subgroups)
+        while job.written and (must_wait or job.written[0].is_written()):
+            self.io.finish(job.written[0])
+            self._prefetcher.note_ended(job.written[0])
+            job.count_written(job.written.popleft().layout.subgroup)
             must_wait = False
         if reads_ahead:
-            self._prefetch(step)
-        if step.written and not (ended or step.opened):  # a slow write must not delay sub-groups that become ready
-            step.queue.wait(POLL_S)
+            self._prefetch(job)
+        if job.written and not (ended or job.opened):  # a slow write must not delay sub-groups that become ready
+            job.wait(POLL_S)
 
-    def _prefetch(self, step: _Step) -> None:
-        if step.queue.peek() is None:
-            if step.queue.has_ended():
+    def _prefetch(self, job: UpdateJob) -> None:
+        if not job.is_ready():
+            if job.has_ended():
                 self._prefetcher.expect_next_step()
             self._prefetcher.read()
 
-    def _queue_all(self, job: UpdateJob) -> ReadyQueue:
-        ready: list[StateLayout] = []
-        skipped: list[StateLayout] = []
-        for layout in self.view.layouts:
-            todo = job.every_subgroup or has_gradient(layout.subgroup, job.gradients)
-            if job.on_device is not None:
-                todo &= self._io.updates_on_device(layout.subgroup) == job.on_device
-            (ready if todo else skipped).append(layout)
-        queue = ReadyQueue(ready, skipped)
-        queue.close()
-        return queue
-
     def _open_nowait(self, layout: StateLayout, param_kind: str) -> SubGroupWork | None:
-        return self._io.open_nowait(layout, param_kind, initialized=self.view.scalars.has_state(layout))
+        has_state = self.view.scalars.has_state(layout)
+        return self.io.open_nowait(layout, param_kind, initialized=has_state, with_gradients=True)
 
     def _update(self, work: SubGroupWork, job: UpdateJob) -> None:
         with (
@@ -329,8 +407,10 @@ class UpdatePipeline:
         """A context manager that yields the gradients of each segment. If the state is on the device, gradients in host
         memory are copied there for the block."""
         segments = work.layout.subgroup.segments
-        read = work.grads or [None] * len(segments)
-        grads = [gradients.part(s) if part is None else part for s, part in zip(segments, read, strict=True)]
+        grads = [
+            gradients.part(segment) if window is None else window.view(self._gradient_dtypes[segment.unit.index])
+            for segment, window in zip(segments, work.grad_windows, strict=True)
+        ]
         if not work.on_device or not (
             elsewhere := [i for i, segment in enumerate(segments) if not gradients.on_device(segment.unit)]
         ):
@@ -357,7 +437,7 @@ class UpdatePipeline:
         masters = layout.master(work.raw)
         unstepped: list[tuple[torch.Tensor, torch.Tensor]] = []
         views = layout.views(work.raw)
-        self._io.bind_outputs(work)
+        self.io.bind_outputs(work)
         for segment, out, grad in zip(work.layout.subgroup.segments, work.outs, grads, strict=True):
             master = layout.masters.bind(masters[segment.start : segment.stop], out)
             position = 0  # relative to the segment, like `first` and `last`
@@ -416,48 +496,6 @@ class UpdatePipeline:
         return spans
 
 
-class _Step:
-    """The progress of one step. `opened`: sub-groups being read. `written`: sub-groups being written. Completes the
-    `UnitUpdate` of each unit, once all sub-groups with a part of the unit are computed or written."""
-
-    def __init__(self, job: UpdateJob, queue: ReadyQueue, layouts: Sequence[StateLayout]) -> None:
-        self.job, self.queue = job, queue
-        self.opened: deque[SubGroupWork] = deque()
-        self.written: deque[SubGroupWork] = deque()
-        self._uncomputed: Counter[int] = Counter()
-        """Unit index -> the number of the unit's parts that are not computed."""
-        for layout in layouts:
-            for segment in layout.subgroup.segments:
-                self._uncomputed[segment.unit.index] += 1
-        self._unwritten = self._uncomputed.copy()
-        for index, unit_update in list(job.unit_updates.items()):  # a copy: the driver may add some
-            if not self._unwritten[index]:
-                unit_update.complete()
-
-    def count_skipped(self, layouts: Sequence[StateLayout]) -> None:
-        for layout in layouts:
-            self.count_computed(layout.subgroup)
-            self.count_written(layout.subgroup)
-
-    def count_computed(self, subgroup: SubGroup) -> None:
-        for segment in subgroup.segments:
-            index = segment.unit.index
-            self._uncomputed[index] -= 1
-            if self._uncomputed[index]:
-                continue
-            if not self.job.on_device:  # the job for the other tiers runs last and releases them
-                self.job.gradients.release(segment.unit)
-            if index in self.job.unit_updates:
-                self.job.unit_updates[index].computed.complete()
-
-    def count_written(self, subgroup: SubGroup) -> None:
-        for segment in subgroup.segments:
-            index = segment.unit.index
-            self._unwritten[index] -= 1
-            if not self._unwritten[index] and index in self.job.unit_updates:
-                self.job.unit_updates[index].complete()
-
-
 # -- reads ahead -----------------------------------------------------------------------------------------------------
 
 
@@ -475,13 +513,11 @@ class Prefetcher:
         self._param_kind = "param"
         self._works: dict[int, SubGroupWork] = {}
         """Index of a sub-group that was read ahead -> its work, in the order of the reads."""
-        self._expected: deque[StateLayout] = deque()
-        """The sub-groups to read ahead next, in order."""
-        self._order: list[StateLayout] = []
+        self._expected: dict[int, StateLayout] = {}
+        """The sub-groups to read ahead next, by index, in order."""
+        self._order: dict[int, StateLayout] = {}
         """The sub-groups that the last step read, in the order in which it began them."""
-        self._begun: set[int] = set()
-        """Indices of the sub-groups that this step has begun."""
-        self._ended: list[StateLayout] = []
+        self._ended: dict[int, StateLayout] = {}
         """The sub-groups that this step has read and written, in order."""
         self._all_begun = False
         """Whether this step has begun all of its sub-groups."""
@@ -502,10 +538,9 @@ class Prefetcher:
 
     def _next(self) -> StateLayout | None:
         while self._expected:
-            layout = self._expected.popleft()
+            layout = self._expected.pop(next(iter(self._expected)))
             # masters that are computed from parameters: a delayed update swaps the homes of these before
-            is_fixed = self._param_kind == "param" or not layout.masters.needs_params
-            if is_fixed and layout.subgroup.index not in self._begun:
+            if self._param_kind == "param" or not layout.masters.needs_params:
                 return layout
         return None
 
@@ -513,15 +548,14 @@ class Prefetcher:
         """Drop the sub-group that was read ahead last, which frees its buffer. Return False if there is none."""
         if not self._works:
             return False
-        _, last = self._works.popitem()
-        self._expected.appendleft(last.layout)
+        index, last = self._works.popitem()
+        self._expected = {index: last.layout, **self._expected}
         self._io.cancel([last])
         return True
 
     def cancel(self) -> None:
         """Drop all sub-groups that were read ahead. Must be called before state changes."""
-        self._begun.clear()
-        self._expected = deque(self._order)
+        self._expected = dict(self._order)
         for index, work in list(self._works.items()):
             self._io.cancel([work])
             del self._works[index]
@@ -532,24 +566,23 @@ class Prefetcher:
         if param_kind != self._param_kind:
             self.cancel()
         self._param_kind = param_kind
-        self._ended, self._all_begun = [], False
+        self._ended, self._all_begun = {}, False
 
     def take(self, layout: StateLayout) -> SubGroupWork:
         """Remove and return the `SubGroupWork` of a sub-group that was read ahead: the step begins to update it."""
-        self._begun.add(layout.subgroup.index)
         return self._works.pop(layout.subgroup.index)
 
     def note_begun(self, work: SubGroupWork) -> None:
         """Record that the step has begun a sub-group that was not read ahead."""
-        self._begun.add(work.layout.subgroup.index)
+        self._expected.pop(work.layout.subgroup.index, None)
 
     def note_ended(self, work: SubGroupWork) -> None:
         """Record that a sub-group is written. Sub-groups are written in the order in which they were begun."""
         if work.lease is None or not work.reads or work.on_device:
             return
-        self._ended.append(work.layout)
+        self._ended[work.layout.subgroup.index] = work.layout
         if self._all_begun:
-            self._expected.append(work.layout)
+            self._expected[work.layout.subgroup.index] = work.layout
 
     def expect_next_step(self) -> None:
         """Expect the sub-groups of the next step, in the order of this step. Called when this step has begun all of its
@@ -557,12 +590,12 @@ class Prefetcher:
         if not self._all_begun:
             self._all_begun = True
             self.cancel()
-            self._expected = deque(self._ended)
+            self._expected = dict(self._ended)
 
     def end_step(self) -> None:
         self.expect_next_step()
         if self._ended:
             self._order = self._ended
         else:  # the step was aborted or read nothing
-            self._expected = deque(self._order)
+            self._expected = dict(self._order)
         self.read()

@@ -29,22 +29,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import nn
 
-from tiered_zero.concurrency.transfer import Completion, FailureLatch, Transfer, wait_all
+from tiered_zero.concurrency.transfer import Completion, Transfer, wait_all
 from tiered_zero.errors import EngineFailedError, ModelError
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import Segment
-from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.tiers.step_gradients import GradientSource, StepGradients
 from tiered_zero.tiers.tier import UnitUpdate
 from tiered_zero.unit.pager import Pager, WholeWeights
-from tiered_zero.update.pipeline import ReadyQueue, UpdateJob, UpdatePipeline, has_gradient
+from tiered_zero.update.pipeline import UpdateJob, UpdatePipeline
 
 
 @final
@@ -62,15 +60,14 @@ class ZeroGradients(GradientSource):
 
 
 class UpdatePolicy(ABC):
-    """Decides when updates run, and runs them. The driver thread calls it between backward and forward. `failures`:
-    remembers the error of the first failed update; no step runs after it, because an update rewrites state in place."""
+    """Decides when updates run, and runs them. The driver thread calls it between backward and forward."""
 
     def __init__(self, pipeline: UpdatePipeline, pager: Pager | None) -> None:
         """`pager`: blocks compute from using old weights during an update; None without an engine."""
         self._pipeline = pipeline
         self._pager = pager
         self.view = pipeline.view
-        self.failures = FailureLatch()
+        self.failures = pipeline.failures
         self.num_applied = 0
         """The number of steps applied so far, including steps before a resume."""
 
@@ -126,7 +123,7 @@ class UpdatePolicy(ABC):
         """Create the state of `params` by an update with zero gradients, which changes no weight and counts no step.
         Called between two steps. Other ranks need not call it."""
         self.finish(before_write=True)
-        self._step(self._job(ZeroGradients(self.view.names_of(params)), 1.0))
+        self._pipeline.step(self._job(ZeroGradients(self.view.names_of(params)), 1.0))
         self._end_update()
 
     def begin_backward(self) -> None:
@@ -186,34 +183,24 @@ class UpdatePolicy(ABC):
         else:
             cut.complete()
 
-    def _job(self, gradients: GradientSource, grad_scale: float, **options: Any) -> UpdateJob:
-        groups = self._pipeline.freeze_groups()
-        after = self._pipeline.runtime.accelerator.record_compute()
-        return UpdateJob(gradients=gradients, grad_scale=grad_scale, groups=groups, after=after, **options)
-
-    def _step(self, job: UpdateJob) -> None:
-        try:
-            if self.failures.error is not None:
-                self.failures.check()  # the job before may have failed after this one was started
-            self._pipeline.step(job)
-        except BaseException as error:
-            self.failures.set(error)
-            job.fail(error)
-            raise
-        finally:
-            self._end(job)
+    def _job(
+        self,
+        gradients: GradientSource,
+        grad_scale: float,
+        param_kind: str = "param",
+        unit_updates: Mapping[int, UnitUpdate] | None = None,
+    ) -> UpdateJob:
+        """Make a job that updates every sub-group with a gradient."""
+        groups, after = self._pipeline.freeze_groups(), self._pipeline.runtime.accelerator.record_compute()
+        job = UpdateJob(self.view.layouts, gradients, groups, after, grad_scale, param_kind)
+        job.unit_updates.update(unit_updates or {})
+        job.finish(after)
+        return job
 
     def _end_update(self) -> None:
         """Record in the pager that units on the device have their new values."""
         if self._pager is not None:
             self._pager.end_update()
-
-    @staticmethod
-    def _end(job: UpdateJob) -> None:
-        """Release the job's gradients, and complete its `computed`. Called also for a job that was never launched."""
-        if not job.on_device:  # the job for the other tiers still needs the gradients
-            job.gradients.release_all()
-        job.computed.complete()
 
 
 def _refusal(error: BaseException) -> str:
@@ -237,7 +224,7 @@ class BarrierPolicy(UpdatePolicy):
 
     def apply(self, gradients: GradientSource, grad_scale: float) -> None:
         self.num_applied += 1
-        self._step(self._job(gradients, grad_scale))
+        self._pipeline.step(self._job(gradients, grad_scale))
         self._end_update()
 
     def apply_in_order(
@@ -254,7 +241,7 @@ class BarrierPolicy(UpdatePolicy):
         changed = [u for u in units if any(gradients.has(u, entry.param) for entry in u.entries)]
         updates = {unit.index: UnitUpdate() for unit in changed}
         job = self._job(gradients, grad_scale, unit_updates=updates)
-        update = runtime.accelerator.lane("update").submit(partial(self._step, job), after=[job.after])
+        update = runtime.accelerator.lane("update").submit(partial(self._pipeline.step, job), after=[job.after])
         try:
             for unit in changed:
                 with runtime.recorder.span("compute", "wait_update", unit.name):
@@ -284,82 +271,6 @@ class GatheringPolicy(BarrierPolicy):
         self._end_update()
 
 
-class EagerUpdate:
-    """An update that begins in backward. A sub-group is queued once the gradients of all units in it are complete. Used
-    on the driver thread.
-
-    `freeze(unit, into)`: moves a unit's gradients from the gradient store to `into`. `keep(unit)`: called once every
-    sub-group of the unit is queued; its gradients then stay in host memory until the update has read them."""
-
-    def __init__(
-        self,
-        layouts: Sequence[StateLayout],
-        freeze: Callable[[Unit, StepGradients], None],
-        keep: Callable[[Unit], None],
-        groups: Sequence[Mapping[str, Any]],
-        after: Transfer,
-    ) -> None:
-        self._layouts = layouts
-        self._layouts_of: dict[int, list[StateLayout]] = {}
-        """Unit index -> the sub-groups that hold a part of the unit."""
-        self._freeze, self._keep = freeze, keep
-        self._queue = ReadyQueue()
-        self._waits_for = {
-            layout.subgroup.index: {segment.unit.index for segment in layout.subgroup.segments} for layout in layouts
-        }
-        for layout in layouts:
-            for index in self._waits_for[layout.subgroup.index]:
-                self._layouts_of.setdefault(index, []).append(layout)
-        self._queued: set[int] = set()
-        self._gradients = StepGradients()
-        self.job = UpdateJob(gradients=self._gradients, grad_scale=1.0, groups=groups, after=after, queue=self._queue)
-
-    def updates(self, unit: Unit) -> bool:
-        """Return whether the update has a sub-group with a part of the unit."""
-        return unit.index in self._layouts_of
-
-    def incomplete(self, units: Sequence[Unit]) -> list[Unit]:
-        """Return the members of `units` that were not added: their gradients were not complete in backward."""
-        return [unit for unit in units if unit.index not in self.job.unit_updates]
-
-    def add(self, unit: Unit, after: Transfer) -> None:
-        """Add a unit with complete gradients, and queue its sub-groups that wait for no other unit. `after`: ends when
-        compute no longer reads the unit's parameters."""
-        self._freeze(unit, self._gradients)
-        for layout in self._layouts_of[unit.index]:
-            waits_for = self._waits_for[layout.subgroup.index]
-            waits_for.discard(unit.index)
-            if not waits_for and layout.subgroup.index not in self._queued:
-                self._queued.add(layout.subgroup.index)
-                self.job.after_of[layout.subgroup.index] = after
-                self._queue.add(layout)
-                for segment in layout.subgroup.segments:
-                    if all(own.subgroup.index in self._queued for own in self._layouts_of[segment.unit.index]):
-                        self._keep(segment.unit)
-
-    def finish(self, gradients: StepGradients, after: Transfer) -> None:
-        """Queue the remaining sub-groups with a gradient, skip the others, and close the queue. `gradients`: all
-        gradients of the step. `after`: a transfer that ends when all work launched by compute so far is done."""
-        self._gradients.fill(gradients)
-        skipped: list[StateLayout] = []
-        for layout in self._layouts:
-            if layout.subgroup.index in self._queued:
-                continue
-            if has_gradient(layout.subgroup, self._gradients):
-                self.job.after_of[layout.subgroup.index] = after
-                self._queue.add(layout)
-            else:
-                skipped.append(layout)
-        self._queue.close(skipped)
-
-    def cancel(self) -> bool:
-        """End the job, and remove the sub-groups that it has not begun. Return whether it may have updated a
-        sub-group."""
-        self._queue.clear()
-        self._queue.close()
-        return bool(self._queued)
-
-
 class OverlappedPolicy(UpdatePolicy):
     """Runs updates on the update lane while compute goes on: `overlapped`. Each use of a unit waits for the unit's last
     update, which the inventory keeps."""
@@ -368,36 +279,47 @@ class OverlappedPolicy(UpdatePolicy):
         self,
         pipeline: UpdatePipeline,
         pager: Pager,
-        open_eagerly: Callable[[Sequence[Mapping[str, Any]], Transfer], EagerUpdate] | None = None,
+        freeze: Callable[[Unit, StepGradients], None] | None = None,
+        keep: Callable[[Unit], None] = lambda unit: None,
     ) -> None:
-        """`open_eagerly(groups, after)`: makes an update that begins in backward; None if a gradient check comes first.
-        `after`: ends when all work launched by compute so far is done."""
+        """`freeze(unit, into)`: moves a unit's gradients from the gradient store to `into`, for an update that begins
+        in backward; None if a gradient check comes first. `keep(unit)`: called once every sub-group of the unit is
+        ready; its gradients then stay in host memory until the update has read them."""
         super().__init__(pipeline, pager)
         self._inventory = self.view.inventory
         segments = [segment for layout in self.view.layouts for segment in layout.subgroup.segments]
         self._units = list({segment.unit.index: segment.unit for segment in segments}.values())
         self._runtime = pipeline.runtime
         self.pager = pager
-        self._open_eagerly = open_eagerly
-        self._open: EagerUpdate | None = None
+        self._freeze, self._keep = freeze, keep
+        self._open: UpdateJob | None = None
+        """The update that began in backward and waits for its step()."""
+        self._frozen = StepGradients()
+        """The gradients of `_open`."""
         self._started: UpdateJob | None = None
         self._running: list[Transfer] = []
         """The jobs on the update lane, in order: at most one that still writes, and one after it."""
 
     def begin_backward(self) -> None:
-        if self._open_eagerly is None:
+        if self._freeze is None:
             self._prefetch()
             return
         self._wait_computed()
         self._prefetch()
-        frozen = self._pipeline.freeze_groups()
-        self._open = self._open_eagerly(frozen, self._runtime.accelerator.record_compute())
-        self._start(self._open.job)
+        groups, after = self._pipeline.freeze_groups(), self._runtime.accelerator.record_compute()
+        self._frozen = StepGradients()
+        self._open = UpdateJob(self.view.layouts, self._frozen, groups, after)
+        self._start(self._open)
 
     def unit_ready(self, unit: Unit) -> None:
-        if self._open is not None and self._open.updates(unit) and self.pager.block_unit_for_update(unit):
-            self._add_unit_update(unit, self._open.job)
-            self._open.add(unit, self._runtime.accelerator.record_compute())
+        if (job := self._open) is None or self._freeze is None:
+            return
+        if job.updates(unit) and self.pager.block_unit_for_update(unit):
+            self._add_unit_update(unit, job)
+            after = self._runtime.accelerator.record_compute()
+            self._freeze(unit, self._frozen)
+            for ready in job.add_unit(unit, after):
+                self._keep(ready)
 
     def prepare(self) -> None:
         if self._open is None:
@@ -406,18 +328,27 @@ class OverlappedPolicy(UpdatePolicy):
 
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
         self.num_applied += 1
-        if self._open is not None:
-            for unit in self._open.incomplete(self._units):
-                self._add_unit_update(unit, self._open.job)
-            self._open.finish(gradients, self._runtime.accelerator.record_compute())
+        after = self._runtime.accelerator.record_compute()
+        if (job := self._open) is not None:
+            for unit in self._units:
+                if unit.index not in job.unit_updates:  # its gradients were not complete in backward
+                    self._add_unit_update(unit, job)
+            self._frozen.fill(gradients)
+            job.finish(after)
             self._open = None
             return
-        job = self._job(gradients, grad_scale)
+        layouts, groups = self.view.layouts, self._pipeline.freeze_groups()
         if self._pipeline.has_device_state:  # [Note: State on several tiers]
-            self._step(replace(job, on_device=True, computed=Completion()))
-            job = replace(job, on_device=False)
+            on_device = self._pipeline.io.updates_on_device
+            first = [layout for layout in layouts if on_device(layout.subgroup)]
+            layouts = [layout for layout in layouts if not on_device(layout.subgroup)]
+            job = UpdateJob(first, gradients, groups, after, grad_scale, on_device=True)
+            job.finish(after)
+            self._pipeline.step(job)
+        job = UpdateJob(layouts, gradients, groups, after, grad_scale)
         for unit in self._units:
             self._add_unit_update(unit, job)
+        job.finish(after)
         self._start(job)
 
     @property
@@ -437,7 +368,7 @@ class OverlappedPolicy(UpdatePolicy):
                     "to be able to leave a step out"
                 )
             elif update is not None:
-                for unit_update in update.job.unit_updates.values():
+                for unit_update in update.unit_updates.values():
                     unit_update.complete()
                 self.pager.unblock()
 
@@ -506,8 +437,8 @@ class OverlappedPolicy(UpdatePolicy):
     def _start(self, job: UpdateJob) -> None:
         while self._running and self._running[0].done():
             self._running.pop(0).wait()  # raises the error of that job, if any
-        self.run_behind(partial(self._step, job), after=[job.after])
-        self._runtime.accelerator.lane("update").submit(partial(self._end, job))  # even if the step was not launched
+        self.run_behind(partial(self._pipeline.step, job), after=[job.after])
+        self._runtime.accelerator.lane("update").submit(job.end)  # even if the step was not launched
         self._started = job
 
 
@@ -543,10 +474,10 @@ class DelayedPolicy(OverlappedPolicy):
             super().apply(gradients, grad_scale)
             return
         self.num_applied += 1
-        job = self._job(gradients, grad_scale, param_kind="param_back", every_subgroup=True)
+        job = self._job(gradients, grad_scale, "param_back")
         self.pager.begin_back_update()
         self._is_unpublished = True
-        self.run_behind(partial(self._step, job), after=[job.after])
+        self.run_behind(partial(self._pipeline.step, job), after=[job.after])
 
     def prepare_evaluation(self) -> None:
         self._finish()

@@ -98,23 +98,26 @@ class SubGroupWork:
     """One sub-group that is being read, updated or written.
 
     `raw`: the state, [n] uint8, in place or in the staging buffer. `lease`: the staging buffer; None if nothing is
-    staged. `is_staged`: whether the state is staged. `on_device`: whether the update runs on the device. `pending`:
-    (update of a unit, first byte in the unit) of each part that readers may use until it is written.
+    staged. `is_staged`: whether the state is staged. `on_device`: whether the update runs on the device.
+    `pending`: (update of a unit, first byte in the unit) of each part that readers may use until it is written.
 
-    For each segment: `outs`: the memory to which the rule writes parameters, [numel]. `windows`: the staged parameters'
-    part of the buffer; None in place. `grads`: gradients read from NVMe, [numel]; None in memory."""
+    For each segment: `windows`: the staged parameters; None in place. `grad_windows`: memory for gradients on NVMe;
+    None for others. `outs`: the memory to which the rule writes parameters, [numel]. Windows are parts of the buffer,
+    [nbytes] uint8."""
 
     layout: StateLayout
     param_kind: str
     raw: torch.Tensor
     lease: Lease | None
     home: Home
-    is_staged: bool
     on_device: bool
+    is_staged: bool
+    windows: list[torch.Tensor | None]
+    grad_windows: list[torch.Tensor | None]
+    reads_gradients: bool = False
+    """Whether the reads of `grad_windows` have begun."""
     reads: list[Transfer] = field(default_factory=list)
-    grads: list[torch.Tensor | None] | None = None
     outs: list[torch.Tensor] = field(default_factory=list)
-    windows: list[torch.Tensor | None] = field(default_factory=list)
     writes: list[Transfer] = field(default_factory=list)
     pending: list[tuple[UnitUpdate, int]] = field(default_factory=list)
 
@@ -151,116 +154,90 @@ class SubGroupIO:
     # -- in ------------------------------------------------------------------------------------------------------------
 
     def open_nowait(
-        self, layout: StateLayout, param_kind: str, *, initialized: bool, reads: bool = True
+        self,
+        layout: StateLayout,
+        param_kind: str,
+        *,
+        initialized: bool,
+        reads: bool = True,
+        with_params: bool = True,
+        with_gradients: bool = False,
     ) -> SubGroupWork | None:
         """Start to read a sub-group, and return its `SubGroupWork`; None if it needs a staging buffer and none is free.
         `param_kind`: the kind of slot with the parameters, "param" or "param_back". `initialized`: whether the slot
         holds state in addition to masters. `reads`: whether to read what the slots hold; False if the caller replaces
-        all of it."""
+        all of it. `with_params`, `with_gradients`: whether the caller uses parameters and gradients too."""
         home = self._inventory.home(layout.subgroup, "state")
-        raw = home.tier.view(home.slot)
-        staged, on_device = raw is None, home.tier.name == "device"
+        raw, on_device = home.tier.view(home.slot), home.tier.name == "device"
+        segments = layout.subgroup.segments
+        sizes = [layout.nbytes if raw is None else 0]
+        for segment in segments:
+            is_staged = with_params and self._params.view(segment, param_kind, on_device=on_device) is None
+            sizes.append(segment.nbytes if is_staged else 0)
+        for segment in segments:
+            dtype = self._gradient_dtypes.get(segment.unit.index) if with_gradients else None
+            sizes.append(0 if dtype is None else segment.numel * dtype.itemsize)
         lease: Lease | None = None
-        nbytes = layout.nbytes if staged else 0
-        for segment in layout.subgroup.segments:
-            if self._params.view(segment, param_kind, on_device=on_device) is None:
-                nbytes += segment.nbytes
-        if self._gradient_dtypes:
-            nbytes += sum(map(self._gradient_nbytes, layout.subgroup.segments))
-        if nbytes:
+        if any(sizes):
             assert self._staging is not None, "staged sub-groups are planned with staging buffers"
-            lease = self._staging.lease_nowait(nbytes, f"sub-group {layout.subgroup.index}")
+            lease = self._staging.lease_nowait(sum(sizes), f"sub-group {layout.subgroup.index}")
             if lease is None:
                 return None
-        if raw is None:
-            assert lease is not None
-            raw = lease.tensor[: layout.nbytes]
+        memory = torch.empty(0, dtype=torch.uint8) if lease is None else lease.tensor
+        staged, *parts = memory[: sum(sizes)].split_with_sizes(sizes)
+        windows = [part if part.numel() else None for part in parts]
         work = SubGroupWork(
             layout=layout,
             param_kind=param_kind,
-            raw=raw,
+            raw=staged if raw is None else raw,
             lease=lease,
             home=home,
-            is_staged=staged,
             on_device=on_device,
+            is_staged=bool(sizes[0]),
+            windows=windows[: len(segments)],
+            grad_windows=windows[len(segments) :],
         )
+        nbytes = layout.nbytes if initialized else layout.initial_nbytes
         try:
-            if not reads:
-                return work
-            stored = layout.nbytes if initialized else layout.initial_nbytes
-            if staged and stored:
-                work.reads.append(home.tier.read(home.slot, raw[:stored]))
-            if layout.masters.needs_params:
-                self._read_params(work)
+            if reads and work.is_staged and nbytes:
+                work.reads.append(home.tier.read(home.slot, work.raw[:nbytes]))
+            if reads and layout.masters.needs_params:  # the old parameters, to the memory for the new ones
+                for segment, window in zip(segments, work.windows, strict=True):
+                    if (read := self._params.read(segment, param_kind, window)) is not None:
+                        work.reads.append(read)
         except Exception:
             self.cancel([work])
             raise
         return work
 
-    def _read_params(self, work: SubGroupWork) -> None:
-        """Start to read the old parameters to the memory for the new ones."""
-        for segment, _, window in self._places(work):
-            read = self._params.read(segment, work.param_kind, window)
-            if read is not None:
-                work.reads.append(read)
-
     def bind_outputs(self, work: SubGroupWork) -> None:
-        """Set `work.outs`, the memory for new parameters, and `work.windows`, its part in the staging buffer. Called
-        right before the update. If masters adopt parameters that user code has changed, also read the present
+        """Set `work.outs`, the memory for new parameters. Called right before the update, because a delayed update
+        swaps the homes of parameters. If masters adopt parameters that user code has changed, also read the present
         parameters to the windows."""
-        work.outs, work.windows = [], []
-        for segment, view, window in self._places(work):
-            if view is None and work.on_device:
-                view = torch.empty(segment.numel, dtype=segment.unit.dtype, device=work.raw.device)
-            elif view is None:
-                assert window is not None, "a segment without a view is staged"
-                view = window.view(segment.unit.dtype)
+        work.outs = []
+        for segment, window in zip(work.layout.subgroup.segments, work.windows, strict=True):
+            if window is None:
+                out = self._params.view(segment, work.param_kind, on_device=work.on_device)
+                assert out is not None, "a segment without a window is updated in place"
+            elif work.on_device:
+                out = torch.empty(segment.numel, dtype=segment.unit.dtype, device=work.raw.device)
+            else:
+                out = window.view(segment.unit.dtype)
             if work.layout.masters.follows_params and window is not None:  # not earlier: the user may change them
                 read = self._params.read(segment, work.param_kind, window)
                 if read is not None:
                     self.wait(read, work)
-            work.outs.append(view)
-            work.windows.append(window)
-
-    def _places(self, work: SubGroupWork) -> list[tuple[Segment, torch.Tensor | None, torch.Tensor | None]]:
-        """Return (segment, view, window) for each segment. `view`: its parameters, if they are updated in place.
-        `window`: else their part of the staging buffer. The other one is None. Call this again after a delayed update
-        has swapped homes."""
-        places: list[tuple[Segment, torch.Tensor | None, torch.Tensor | None]] = []
-        start = work.layout.nbytes if work.is_staged else 0
-        for segment in work.layout.subgroup.segments:
-            view, window = self._params.view(segment, work.param_kind, on_device=work.on_device), None
-            if view is None:
-                assert work.lease is not None
-                stop = start + segment.nbytes
-                window = work.lease.tensor[start:stop]
-                start = stop
-            places.append((segment, view, window))
-        return places
-
-    def _gradient_nbytes(self, segment: Segment) -> int:
-        """Return the bytes of the segment's gradients in the staging buffer; 0 if they rest in memory."""
-        dtype = self._gradient_dtypes.get(segment.unit.index)
-        return 0 if dtype is None else segment.numel * dtype.itemsize
+            work.outs.append(out)
 
     def read_gradients(self, work: SubGroupWork, gradients: GradientSource) -> None:
         """Start to read the gradients on NVMe of the sub-group in `work`, unless an earlier call has. Backward must
         have completed all of them."""
-        if not self._gradient_dtypes or work.grads is not None:
+        if work.reads_gradients:
             return
-        work.grads = []
-        start = work.layout.nbytes if work.is_staged else 0
-        start += sum(window.numel() for _, _, window in self._places(work) if window is not None)
-        for segment in work.layout.subgroup.segments:
-            if not (nbytes := self._gradient_nbytes(segment)):
-                work.grads.append(None)
-                continue
-            assert work.lease is not None, "it was leased with room for them"
-            window = work.lease.tensor[start : start + nbytes]
-            if (read := gradients.read_part(segment, window)) is not None:
+        work.reads_gradients = True
+        for segment, window in zip(work.layout.subgroup.segments, work.grad_windows, strict=True):
+            if window is not None and (read := gradients.read_part(segment, window)) is not None:
                 work.reads.append(read)
-            work.grads.append(window.view(self._gradient_dtypes[segment.unit.index]))
-            start += nbytes
 
     # -- out -----------------------------------------------------------------------------------------------------------
 

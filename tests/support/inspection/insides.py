@@ -76,6 +76,6 @@ from tiered_zero.unit.pager import Pager
 from tiered_zero.unit.quantized_layers import is_4bit, statistics
 from tiered_zero.unit.unit import LEGAL_CHANGES, FlatStorage, UnitState, WeightState
 from tiered_zero.update import state_view
-from tiered_zero.update.pipeline import UpdatePipeline
-from tiered_zero.update.policy import BarrierPolicy, DelayedPolicy, EagerUpdate, OverlappedPolicy
+from tiered_zero.update.pipeline import UpdateJob, UpdatePipeline
+from tiered_zero.update.policy import BarrierPolicy, DelayedPolicy, OverlappedPolicy
 from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork, UnitParameters
