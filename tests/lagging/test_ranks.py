@@ -24,7 +24,7 @@ from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import ConfigError, RankError
 from tiered_zero.hardware.device.streams import StreamAccelerator
 from tiered_zero.hardware.ranks.collectives import make_collectives
-from tiered_zero.hardware.ranks.rank_failures import DeviceCollective
+from tiered_zero.hardware.ranks.rank_failures import CollectiveTransfer
 from tiered_zero.hardware.runtime import build_accelerator, choose_device
 
 
@@ -359,7 +359,7 @@ def compute_does_not_wait(patch: pytest.MonkeyPatch) -> None:
     wait = StreamAccelerator.wait_on_compute
 
     def wait_for_launch(self: StreamAccelerator, transfer: Transfer) -> None:
-        if isinstance(transfer, DeviceCollective):
+        if isinstance(transfer, CollectiveTransfer):
             transfer.check_launched()
         else:
             wait(self, transfer)

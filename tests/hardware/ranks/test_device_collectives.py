@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
+import torch.distributed as dist
 
-from tiered_zero.hardware.ranks.gather_reduce import DeviceCollectives
+from tiered_zero.hardware.ranks.process_groups import ProcessGroups
+from tiered_zero.hardware.ranks.rank_failures import RankFailures, RankTraffic
+from tiered_zero.telemetry.spans import Recorder
 
 
 class Group:
@@ -15,9 +15,15 @@ class Group:
         raise RuntimeError("this backend has no abort")
 
 
-def test_a_group_that_cannot_be_aborted_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    parts: Any = SimpleNamespace(timer=lambda recorder: None, recorder=None)
-    collectives = DeviceCollectives(parts, parts, 0, 2, 1.0)
-    collectives._group = Group()
-    collectives.abort()
+def test_a_group_that_cannot_be_aborted_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    groups = ProcessGroups(1.0, 1)
+    groups.failures = RankFailures(dist.HashStore(), 0, 2, 1.0, RankTraffic(), Recorder())
+    groups._device_group = Group()
+    groups._phase = type(groups._phase).OPEN
+    groups.fail("ValueError: no data")
     assert "this backend has no abort" in caplog.text
+    groups.close()

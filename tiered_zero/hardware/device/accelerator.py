@@ -44,7 +44,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tiered_zero.concurrency.transfer import COMPLETED, Transfer
-from tiered_zero.errors import EngineFailedError, InternalError, PlanError
+from tiered_zero.errors import EngineFailedError, InternalError, PlanError, RankError
 from tiered_zero.hardware.memory.huge_pages import HugePagePool, PageRange
 from tiered_zero.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES, align_up
 from tiered_zero.telemetry.spans import Recorder
@@ -246,7 +246,8 @@ class Lane:
                 self._queue.put(None)
         self._thread.join()
         for failure in self._failures:
-            if not failure.collected and not isinstance(failure.error, EngineFailedError):  # its cause was reported
+            # every call to other ranks raises their failure; the cause of the other was reported
+            if not failure.collected and not isinstance(failure.error, RankError | EngineFailedError):
                 failure.collected = True
                 exc_info = (type(failure.error), failure.error, failure.traceback)
                 logger.error("a job on lane %s failed and was not waited for", self.name, exc_info=exc_info)

@@ -17,12 +17,20 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 
-from tiered_zero.concurrency.transfer import Transfer, wait_all
+from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import RankError
 from tiered_zero.hardware.device.accelerator import Accelerator, Lane, run_job
-from tiered_zero.hardware.ranks import gather_reduce
-from tiered_zero.hardware.ranks.gather_reduce import ORDER_NBYTES, DeviceCollectives, compare_order, split_rows
-from tiered_zero.hardware.ranks.launcher import HOST_BACKEND, all_gather_single, network_interface
+from tiered_zero.hardware.ranks.gather_reduce import (
+    ORDER_NBYTES,
+    compare_order,
+    exchange_on_device,
+    exchange_on_host,
+    gather_on_device,
+    gather_on_host,
+    reduce,
+    split_rows,
+)
+from tiered_zero.hardware.ranks.launcher import HOST_BACKEND, all_gather_single, device_backend, network_interface
 from tiered_zero.hardware.ranks.rank_failures import (
     CollectiveCall,
     CollectiveTransfer,
@@ -34,8 +42,17 @@ from tiered_zero.telemetry.spans import Recorder
 logger = logging.getLogger("tiered_zero")
 
 GROUPS = ("collectives", "control")
-"""Names of the process groups; each has a lane (a worker thread). "collectives": gathers and reductions. "control":
-calls for which the driver thread waits."""
+"""Names of the process groups of host memory; each has a lane (a worker thread). "collectives": gathers and reductions.
+"control": calls for which the driver thread waits. With a device there is also "order": comparisons of gathers."""
+
+DEVICE = "device"
+"""The name of the process group and lane of a device's gathers and reductions.
+
+[Note: Collectives of a device] Gathers and reductions share one process group and one lane, and all ranks make their
+calls in one order. (A second group would need this order, too: kernels of both wait in one device's queues.) The lane's
+stream waits for the events of earlier work, and later work waits for events of that stream: the host waits for no
+device. A reduction exchanges parts, and each rank sums them in rank order, as on the host ([Note: Collectives by
+owner]). The backend's own reduction adds in an order that depends on the number of ranks and bytes."""
 
 FREED_S = 5.0
 """Seconds within which collectives under way must end when an engine closes."""
@@ -86,7 +103,8 @@ class ProcessGroups:
         self.recorder = Recorder()
         self._groups: dict[str, Any] = {}
         self._lanes: dict[str, Lane] = {}
-        self._device: DeviceCollectives | None = None
+        self._accelerator: Accelerator | None = None
+        self._device_group: Any = None
         self._last: dict[str, CollectiveTransfer] = {}
         """The last collective of each lane. The next gather or reduction waits for it: [Note: Gathers that meet]."""
         self._phase = _Phase.NEW
@@ -111,11 +129,31 @@ class ProcessGroups:
             self._lanes[name] = Lane(f"rank {name}", run_job)
 
     def connect_device(self, accelerator: Accelerator) -> None:
-        if accelerator.device.type != "cpu":
-            self._device = DeviceCollectives(accelerator, self.failures, self.rank, self.world_size, self._timeout_s)
-            self._device.open(self._count)
-            self._open_group("order")
-            self._lanes["order"] = Lane(f"rank {self.rank} order", run_job)
+        device = accelerator.device
+        if device.type == "cpu":
+            return
+        backend, self._accelerator = device_backend(device), accelerator
+        try:
+            self._device_group = dist.new_group(backend=backend, timeout=timedelta(seconds=self._timeout_s))
+            self._try_device(accelerator)
+        except (RuntimeError, ValueError) as error:
+            raise RankError(
+                f"rank {self.rank} of {self.world_size} cannot connect {device} to the other ranks' devices by "
+                f"{backend}: {error}"
+            ) from error
+        self._open_group("order")
+        self._lanes["order"] = Lane(f"rank {self.rank} order", run_job)
+
+    def _try_device(self, accelerator: Accelerator) -> None:
+        """Run a first gather and a first reduction: many backends connect only in these, and a failure should be raised
+        here."""
+        ranks = torch.arange(self.world_size, device=accelerator.device)
+        own, room = ranks[self.rank : self.rank + 1], torch.empty_like(ranks)[1:]
+        after = [accelerator.record_compute()]  # which may still use the memory of both
+        self.all_gather(ranks, own, "the first gather", after=after).wait()
+        self.reduce_scatter(ranks, room, "the first reduction", after=after).wait()
+        if int(own) != (expected := self.rank * self.world_size):
+            raise RuntimeError(f"the sum of all ranks was expected to be {expected}; found {int(own)}")
 
     def _open_group(self, name: str) -> None:
         with network_interface():
@@ -139,22 +177,21 @@ class ProcessGroups:
         assert rows[self.rank].numel() == shard.numel(), "the part is this rank's"
         self.traffic.gathered_nbytes += flat.nbytes
         call = self._count("collectives", "all_gather")
-        if order is not None:
-            order = f"{order}, as collective {call.number}"
+        name = f"{order}, as collective {call.number}"
         if not flat.is_cpu:
             if order is not None:
-                compare = partial(compare_order, order, self._groups.get("order"), self.world_size)
-                after = [*after, self._submit(self._count("order", "order"), what, compare)]
-            return self._on_device.all_gather(flat, rows, shard, what, call, after)
-        group = self._groups.get("collectives")
-        part_numel = max(1, self._gather_numel // self.world_size)
+                compare = partial(compare_order, name, self._groups.get("order"), self.world_size)
+                after = [*after, self._submit("order", self._count("order", "order"), what, compare)]
+            job = partial(gather_on_device, flat, rows, shard, self.rank, self._device_group)
+            return self._submit(DEVICE, call, what, job, flat.nbytes, after, [flat, shard])
+        group, part_numel = self._groups.get("collectives"), max(1, self._gather_numel // self.world_size)
 
         def gather() -> None:
             if order is not None:
-                compare_order(order, group, self.world_size)
-            gather_reduce.gather(rows, shard, self.rank, part_numel, group)
+                compare_order(name, group, self.world_size)
+            gather_on_host(rows, shard, self.rank, part_numel, group)
 
-        return self._submit(call, what, gather, flat.nbytes, after)
+        return self._submit("collectives", call, what, gather, flat.nbytes, after)
 
     def reduce_scatter(
         self,
@@ -171,12 +208,12 @@ class ProcessGroups:
         part_numel = room.numel() // (self.world_size - 1)
         assert part_numel, "there is room for an element of each other rank"
         call = self._count("collectives", "reduce_scatter")
-        if not bucket.is_cpu:
-            return self._on_device.reduce_scatter(bucket, rows, room, what, call, after)
-        group = self._groups.get("collectives")
-
-        job = partial(gather_reduce.reduce, rows, room, self.rank, part_numel, group)
-        return self._submit(call, what, job, bucket.nbytes, after)
+        if bucket.is_cpu:
+            lane, exchange, group = "collectives", exchange_on_host, self._groups.get("collectives")
+        else:
+            lane, exchange, group = DEVICE, exchange_on_device, self._device_group
+        job = partial(reduce, rows, room, self.rank, part_numel, exchange, group)
+        return self._submit(lane, call, what, job, bucket.nbytes, after, [bucket, room])
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, what: str = "values") -> None:
         if not tensor.numel():
@@ -185,7 +222,7 @@ class ProcessGroups:
         values = tensor.detach().cpu().contiguous()
         memory = values.view(-1).view(torch.uint8)  # gloo takes few dtypes
         call = self._count("control", "broadcast")
-        self._submit(call, what, lambda: dist.broadcast(memory, group_src=source, group=group)).wait()
+        self._submit("control", call, what, lambda: dist.broadcast(memory, group_src=source, group=group)).wait()
         if not tensor.is_cpu or values.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(values)
 
@@ -209,43 +246,48 @@ class ProcessGroups:
         own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         out = torch.empty(self.world_size * own.numel(), dtype=torch.uint8)
         call = self._count("control", "control")
-        self._submit(call, what, lambda: all_gather_single(out, own, group=group)).wait()
+        self._submit("control", call, what, lambda: all_gather_single(out, own, group=group)).wait()
         return [part.numpy().tobytes() for part in out.view(self.world_size, -1)]
 
     def _submit(
         self,
+        name: str,
         call: CollectiveCall,
         what: str,
         job: Callable[[], object],
         nbytes: int = 0,
         after: Sequence[Transfer] = (),
+        holds: Sequence[torch.Tensor] = (),
     ) -> CollectiveTransfer:
-        """Submit a collective to its lane. `nbytes`: this rank's bytes, for the recorded span; 0: no span. `after`:
-        transfers that the lane waits for before the span begins.
+        """Submit a collective to the lane `name`. `nbytes`: this rank's bytes, for the recorded span; 0: no span.
+        `after`, `holds`: see `Lane.submit`.
 
         [Note: Gathers that meet] The n-th gather of a rank takes the bytes of the n-th gather of the other ranks,
         whatever they are: gathers have no names unless their order is compared. So once a gather fails on a rank, for
         example because its fetch failed, that rank makes no later gather or reduction: the other ranks would take it
         for the failed one. This holds on a device, too. The other ranks wait until this rank posts its error.
         """
-        name, kind = call.group, call.kind
-        transfer = CollectiveTransfer(self.failures, call, f"{kind} of {what}")
-        timed = self.recorder.span(kind, kind, what, nbytes) if nbytes else nullcontext()
+        if name == DEVICE:
+            assert self._accelerator is not None, "a device is connected before anything on it is gathered or reduced"
+            lane, span = self._accelerator.lane("collectives"), self._accelerator.timer(self.recorder)
+        else:
+            lane, span = self._lanes[name], self.recorder.span
+        transfer = CollectiveTransfer(self.failures, call, f"{call.kind} of {what}")
         if name != "control" and name in self._last:
             after = [*after, self._last[name]]
 
         def run() -> None:
+            failure: BaseException | None = None
             try:
-                wait_all(after)
-                with timed:
+                with span(call.kind, call.kind, what, nbytes) if nbytes else nullcontext():
                     job()
-            except BaseException as error:
-                transfer.fail(error)
-            else:
-                transfer.complete()
+            except Exception as error:
+                failure = self.failures.explain(error, transfer.what)
+            if failure is not None:
+                raise failure  # here, so that the backend's error is no part of another rank's
 
+        lane.submit(run, after=after, holds=holds, transfer=transfer)
         self._last[name] = transfer
-        self._lanes[name].submit(run)
         return transfer
 
     def _count(self, name: str, kind: str) -> CollectiveCall:
@@ -253,11 +295,6 @@ class ProcessGroups:
         self._check_open()
         self.failures.num_calls[name] += 1
         return CollectiveCall(group=name, number=self.failures.num_calls[name], kind=kind)
-
-    @property
-    def _on_device(self) -> DeviceCollectives:
-        assert self._device is not None, "a device is connected before anything on it is gathered or reduced"
-        return self._device
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
@@ -268,8 +305,11 @@ class ProcessGroups:
         self._phase, self._why_closed = _Phase.FAILED, message
         self.failures.post(message)
         self._close_groups()
-        if self._device is not None:
-            self._device.abort()
+        if self._device_group is not None:
+            try:
+                self._device_group.abort()  # ends every collective that hangs in it on this rank
+            except Exception:
+                logger.exception("ending the group of devices failed: what hangs in it may go on")
 
     def _check_open(self) -> None:
         if self.failures.found is not None:
@@ -291,20 +331,19 @@ class ProcessGroups:
         elif self._phase is _Phase.OPEN:
             self.failures.post_closed()
         self._close_groups()
-        if self._device is not None:
-            self._device.close()
+        if self._device_group is not None:
+            with suppress(Exception):
+                dist.destroy_process_group(self._device_group)
+            self._device_group = None
         self._close_lanes()
         self._phase = _Phase.CLOSED
         logger.removeFilter(self._notices)
 
     def _ends_in_time(self) -> bool:
         """Wait at most FREED_S until every collective has ended. Return whether all have ended."""
-        under_way: list[Transfer] = [*self._last.values()]
-        if self._device is not None and self._device.last is not None:
-            under_way.append(self._device.last)
         deadline_s = time.monotonic() + FREED_S
         with suppress(Exception):  # the device may have failed
-            while not all(transfer.done() for transfer in under_way):
+            while not all(transfer.done() for transfer in self._last.values()):
                 if time.monotonic() > deadline_s:
                     return False
                 time.sleep(0.01)

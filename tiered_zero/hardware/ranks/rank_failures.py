@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
-from tiered_zero.concurrency.transfer import Completion
 from tiered_zero.errors import RankError, TieredZeroError
 from tiered_zero.hardware.device.accelerator import THIS_THREAD, LaneTransfer
 from tiered_zero.telemetry.spans import Recorder
@@ -251,24 +250,9 @@ class RankFailures:
 
 
 @final
-class CollectiveTransfer(Completion):
-    """One collective under way on the host. A wait ends early, with RankError, if another rank has failed."""
-
-    def __init__(self, failures: RankFailures, call: CollectiveCall, what: str) -> None:
-        super().__init__()
-        self._failures = failures
-        self._call = call
-        self.what = what
-
-    def wait(self) -> None:
-        self._failures.wait(self._event.wait, lambda: self.error is not None, self.what, self._call)
-        if self.error is not None:
-            raise self._failures.explain(self.error, self.what)
-
-
-@final
-class DeviceCollective(LaneTransfer):
-    """One collective on a device. A wait for its launch ends with RankError if another rank fails first."""
+class CollectiveTransfer(LaneTransfer):
+    """One collective. A wait for its launch ends with RankError if another rank fails first. In host memory it is
+    complete once it is launched."""
 
     def __init__(self, failures: RankFailures, call: CollectiveCall, what: str) -> None:
         super().__init__(launched=threading.Event())
@@ -278,8 +262,8 @@ class DeviceCollective(LaneTransfer):
 
     def wait(self) -> None:
         super().wait()
-        if self._failures.found is not None:  # the groups were closed, and the result is undefined
-            raise self._failures.found
+        if self.marker is not None and self._failures.found is not None:
+            raise self._failures.found  # the groups were closed, and the result is undefined
 
     def _await_launch(self) -> None:
         self._failures.wait(self._launched.wait, lambda: self.failure is not None, self.what, self._call)
