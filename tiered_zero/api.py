@@ -19,8 +19,9 @@ from tiered_zero.config.schema import Config
 from tiered_zero.data import TrainingLoader
 from tiered_zero.engine.engine import Engine
 from tiered_zero.errors import ConfigError, ModelError
-from tiered_zero.hardware.ranks.collectives import Collectives, make_collectives
+from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.hardware.ranks.launcher import get_world_size
+from tiered_zero.hardware.ranks.process_groups import make_collectives
 from tiered_zero.hardware.runtime import bind_to_share, choose_device, find_device
 from tiered_zero.update.handle import TieredOptimizer
 

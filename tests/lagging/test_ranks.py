@@ -23,7 +23,7 @@ from tests.support.models import ParityGPT, batch
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import ConfigError, RankError
 from tiered_zero.hardware.device.streams import StreamAccelerator
-from tiered_zero.hardware.ranks.collectives import make_collectives
+from tiered_zero.hardware.ranks.process_groups import make_collectives
 from tiered_zero.hardware.ranks.rank_failures import CollectiveTransfer
 from tiered_zero.hardware.runtime import build_accelerator, choose_device
 

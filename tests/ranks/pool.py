@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from tests.ranks import worker
 from tests.support.forked import fork_context
-from tiered_zero.hardware.ranks.collectives import Collectives, make_collectives
+from tiered_zero.hardware.ranks.collectives import Collectives
+from tiered_zero.hardware.ranks.process_groups import make_collectives
 
 DEADLINE_S = 500.0
 """A case that takes longer is killed, and fails with what its ranks have written."""

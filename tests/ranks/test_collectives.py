@@ -19,7 +19,8 @@ from tiered_zero.concurrency.transfer import wait_all
 from tiered_zero.errors import RankError, TransferError
 from tiered_zero.hardware.device.accelerator import Lane
 from tiered_zero.hardware.ranks import process_groups
-from tiered_zero.hardware.ranks.collectives import Collectives, SingleRank, make_collectives
+from tiered_zero.hardware.ranks.collectives import Collectives
+from tiered_zero.hardware.ranks.process_groups import make_collectives
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -351,7 +352,7 @@ def test_an_opening_that_is_interrupted_leaves_no_group(ranks: RankPool) -> None
 
 
 def test_one_rank_changes_no_bit() -> None:
-    group: Collectives = SingleRank()
+    group: Collectives = Collectives()
     values = torch.randn(100)
     flat = values.clone()
     group.all_gather(flat, flat).wait()

@@ -13,7 +13,7 @@ from tests.fakes.sync_io import SyncEngine
 from tests.support.inspection.insides import DeviceTier, HostTier, NvmeTier, SwapDir, SwapStore, Tier
 from tiered_zero.hardware.device.accelerator import CpuAccelerator
 from tiered_zero.hardware.memory.host_memory import HostArena, StagingPool
-from tiered_zero.hardware.ranks.collectives import SingleRank
+from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.sizes import MIB
@@ -40,7 +40,7 @@ def make_runtime(seed: int | None = 1, device_limit: int | None = None) -> Runti
         accelerator=CpuAccelerator(poison=True, delay_seed=seed),
         ledger=Ledger(limits),
         recorder=Recorder(keep_spans=True),
-        collectives=SingleRank(),
+        collectives=Collectives(),
     )
 
 

@@ -18,7 +18,7 @@ from tests.support.units import flat_of, make_params, make_unit
 from tiered_zero.concurrency.transfer import COMPLETED
 from tiered_zero.errors import TransferError
 from tiered_zero.hardware.memory.host_memory import HostArena, StagingPool
-from tiered_zero.hardware.ranks.collectives import SingleRank
+from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.layout.flat import CUT_NUMEL, ParamSpec, Unit
 from tiered_zero.layout.subgroups import Segment, cut_subgroups
 from tiered_zero.rules.rule import Run, StateField, UpdateRule
@@ -158,7 +158,7 @@ class World:
         buffer_nbytes = max(layout.nbytes for layout in self.layouts) + out_nbytes
         self.staging = StagingPool(arena, buffer_nbytes, num_buffers, "staging", self.runtime.recorder, 5.0)
         params = UnitParameters(self.inventory, self.runtime, lambda unit: torch.empty(0))
-        shards = ParamShards(SingleRank(), self.units, frozenset(), is_sharded=False)
+        shards = ParamShards(Collectives(), self.units, frozenset(), is_sharded=False)
         view = StateView(self.layouts, self.rule, self.inventory, self.staging, self.hyper, {}, shards)
         self.pipeline = UpdatePipeline(view, self.runtime, params)
 

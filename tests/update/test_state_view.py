@@ -13,7 +13,7 @@ import torch
 from tests.support.inspection.insides import Home, Inventory
 from tests.support.tier_rig import TIERS, open_rig
 from tests.support.units import flat_of, make_params, make_unit
-from tiered_zero.hardware.ranks.collectives import SingleRank
+from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.layout.flat import CUT_NUMEL, Unit
 from tiered_zero.layout.subgroups import cut_subgroups
 from tiered_zero.rules.native_rules import AdamRule
@@ -54,7 +54,7 @@ def world(request: pytest.FixtureRequest, swap_path: Path) -> Iterator[World]:
         for layout in layouts:
             slot = rig.tier.reserve(f"s{layout.subgroup.index}", layout.nbytes, "state")
             inventory.place(layout.subgroup, "state", Home(rig.tier, slot))
-        shards = ParamShards(SingleRank(), units, frozenset(), is_sharded=False)
+        shards = ParamShards(Collectives(), units, frozenset(), is_sharded=False)
         view = StateView(layouts, rule, inventory, rig.staging, groups, {}, shards)
         values = [torch.randn(unit.numel) * (flat_of(unit, make_params(unit)) != 0) for unit in units]
         for unit, value in zip(units, values, strict=True):

@@ -17,7 +17,7 @@ from tiered_zero.assembly.choice import Choice, choose_placement
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import ModelError, RankError
 from tiered_zero.hardware.probe import available_device_nbytes, available_host_nbytes
-from tiered_zero.hardware.ranks.collectives import Collectives, SingleRank
+from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.hardware.ranks.launcher import local_world_size
 from tiered_zero.hardware.runtime import find_device, shares_cores
 from tiered_zero.layout.flat import CUT_NUMEL, ParamSpec, Unit, UnitRules, find_units
@@ -123,7 +123,7 @@ def specify_run(
     optimizer the run evaluates. `machine`: the machine to plan for; default: this one. `rates`: the measured speeds by
     which placement "auto" chooses; default: those of this machine. Every rank calls this. Raises ConfigError,
     ModelError, and RankError if plans differ."""
-    ranks = collectives or SingleRank()
+    ranks = collectives or Collectives()
     _check_delayed(config, ranks.world_size)
     trains = optimizer is not None or config.optimizer is not None
     specs = list_params(model, partial(compute_dtype, config), trains)

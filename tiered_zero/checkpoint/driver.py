@@ -24,7 +24,7 @@ from tiered_zero.data import TrainingLoader
 from tiered_zero.errors import ModelError, StoreError
 from tiered_zero.grads.check import OverflowCounts, OverflowGuard
 from tiered_zero.hardware.random_states import check_random_states, random_states, restore_random_states
-from tiered_zero.hardware.ranks.collectives import Collectives, SingleRank
+from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.record.files import Count, StrictModel, first_problem
 from tiered_zero.update.handle import TieredOptimizer
 from tiered_zero.update.policy import UpdatePolicy
@@ -176,7 +176,7 @@ class DriverState:
         nothing. `parts`: what to load. `ranks`: the run's collectives; None: the run has one rank. Raises StoreError
         for a damaged state, and ModelError for one that does not fit this run."""
         state = _decode_state(saved)
-        num_ranks = _select_rank(state, ranks or SingleRank())
+        num_ranks = _select_rank(state, ranks or Collectives())
         if parts.module_only:
             return state
         if state["random_states"] is not None:

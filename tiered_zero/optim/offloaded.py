@@ -23,7 +23,7 @@ from tiered_zero.config.schema import Config
 from tiered_zero.engine.entry import end_unreferenced_run
 from tiered_zero.errors import ConfigError, ModelError, StoreError
 from tiered_zero.hardware.probe import available_host_nbytes
-from tiered_zero.hardware.ranks.collectives import SingleRank
+from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.hardware.ranks.launcher import local_world_size
 from tiered_zero.hardware.runtime import Runtime, build_accelerator
 from tiered_zero.layout.flat import Unit
@@ -403,7 +403,7 @@ def _open_run(source: Optimizer, owner: Optimizer, config: Config) -> _Run:
         logger.warning("%s", line)
     with Teardown(SHUTDOWN) as resources:
         accelerator = build_accelerator(str(params.device))
-        runtime = open_runtime(plan, rule, accelerator, SingleRank(), resources)
+        runtime = open_runtime(plan, rule, accelerator, Collectives(), resources)
         params.connect(accelerator)
         slots = list_slots([], in_buffers, plan.tiers, plan.request, delayed=False)
         name = type(source).__name__
@@ -411,7 +411,7 @@ def _open_run(source: Optimizer, owner: Optimizer, config: Config) -> _Run:
         by_index = {s.unit.index: s.unit for layout in layouts for s in layout.subgroup.segments}
         units = [unit for _, unit in sorted(by_index.items())]
         named = {spec.name: param for param, (spec, _) in zip(params.params, params.specs, strict=True)}
-        shards = ParamShards(SingleRank(), units, frozenset(named), is_sharded=False)
+        shards = ParamShards(Collectives(), units, frozenset(named), is_sharded=False)
         staging = machine.tiers.state_staging
         view = StateView(layouts, rule, machine.inventory, staging, groups, named, shards)  # type: ignore[arg-type]
         pipeline = UpdatePipeline(view, runtime, params)

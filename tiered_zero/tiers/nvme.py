@@ -55,6 +55,11 @@ def _release_all(chunks: list[_Chunk]) -> None:
                 wait_quietly(chunk.read)
 
 
+def _kind_of(slot: Slot, place: int) -> str:
+    """Return the kind under which the ledger counts a slot's place on disk. `place`: 0, or 1 for the second one."""
+    return COMMIT_KINDS.get(slot.kind, slot.kind) if place else slot.kind
+
+
 def _memory(buffer: torch.Tensor) -> memoryview:
     """Return the bytes of a buffer for the store. They keep its memory alive."""
     array: Any = buffer.numpy()
@@ -75,10 +80,8 @@ class NvmeTier(Tier):
         self._records: dict[str, Record] = {}
         self._recovered = store.records()
         """Records of a resumed run that have no slot yet."""
-        self._charged: dict[str, list[tuple[str, int]]] = {}
-        """Name of a slot -> (kind, bytes) of each place on disk that the ledger counts for it."""
-        self._once: set[str] = set()
-        """Names of the slots with `num_durable` 1. If such a slot is written again, it takes a second place on disk."""
+        self._num_charged: dict[Slot, int] = {}
+        """Slot -> the number of its places on disk that the ledger counts."""
         self._deferred = 0
         """The number of fetches under way with `is_deferred`."""
         self._lock = threading.Lock()
@@ -91,13 +94,10 @@ class NvmeTier(Tier):
                 "layout."
             )
         slot = Slot(name=name, nbytes=nbytes, kind=kind)
-        self._charged[name] = []
         self._charge(slot, max(1, num_durable) if found is None else len(found.offsets))
         self._records[name] = found or self.store.reserve(
             name, nbytes, committed=num_durable > 0, write_once=num_durable == 1
         )
-        if num_durable == 1:
-            self._once.add(name)
         return slot
 
     def view(self, slot: Slot) -> None:
@@ -110,18 +110,15 @@ class NvmeTier(Tier):
     def write(self, slot: Slot, data: torch.Tensor, offset: int = 0, after: Transfer | None = None) -> Transfer:
         record = self._records[slot.name]
         transfer = self.store.write(record, _memory(data), offset)
-        if slot.name in self._once:
-            self._charge(slot, self.store.num_slots(record))
+        self._charge(slot, self.store.num_slots(record))  # a slot of `num_durable` 1, written again, takes a second
         return transfer
 
     def _charge(self, slot: Slot, num_places: int) -> None:
         """Charge the slot's bytes to the ledger once for each place that it has on disk: a slot that is written again
         after a commit has two. `num_places`: how many it has now; only those not charged yet are charged."""
-        charged = self._charged[slot.name]
-        while len(charged) < num_places:
-            kind = COMMIT_KINDS.get(slot.kind, slot.kind) if charged else slot.kind
-            self._ledger.charge(self.name, kind, slot.nbytes)
-            charged.append((kind, slot.nbytes))
+        for place in range(self._num_charged.get(slot, 0), num_places):
+            self._ledger.charge(self.name, _kind_of(slot, place), slot.nbytes)
+            self._num_charged[slot] = place + 1
 
     def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:
         """Fetch a slot in chunks, in one job on the fetch lane. See `Tier.fetch`."""
@@ -211,8 +208,8 @@ class NvmeTier(Tier):
 
     def close(self) -> None:
         """Subtract the bytes of all slots from the ledger. The store stays open: `TierRack` has it closed later."""
-        for charged in self._charged.values():
-            for kind, nbytes in charged:
-                self._ledger.discharge(self.name, kind, nbytes)
-        self._charged.clear()
+        for slot, num_places in self._num_charged.items():
+            for place in range(num_places):
+                self._ledger.discharge(self.name, _kind_of(slot, place), slot.nbytes)
+        self._num_charged.clear()
         self._records.clear()

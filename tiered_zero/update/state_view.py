@@ -18,7 +18,7 @@ from torch import nn
 from tiered_zero.errors import BudgetError, InternalError, ModelError
 from tiered_zero.hardware.memory.host_memory import StagingPool
 from tiered_zero.hardware.probe import available_host_nbytes
-from tiered_zero.hardware.ranks.collectives import Collectives, SingleRank, agree
+from tiered_zero.hardware.ranks.collectives import Collectives, agree
 from tiered_zero.hardware.ranks.launcher import local_world_size
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import ParamPiece, Segment
@@ -115,7 +115,7 @@ class ParamShards:
     @property
     def readers(self) -> Collectives:
         """The ranks that read together: all ranks if state is sharded, else only this rank."""
-        return self.ranks if self.is_sharded else SingleRank()
+        return self.ranks if self.is_sharded else Collectives()
 
     def read(self, call: str, act: Callable[[], Result]) -> Result:
         """Run `act` on this rank, and return its result. If state is sharded, all ranks make this call together, and if

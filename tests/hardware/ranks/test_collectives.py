@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tiered_zero.errors import ModelError
 from tiered_zero.hardware.ranks import launcher
-from tiered_zero.hardware.ranks.collectives import SingleRank, agree, ensure_many
+from tiered_zero.hardware.ranks.collectives import Collectives, agree, ensure_many
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def no_launcher(monkeypatch):
 def test_scripts_that_ask_for_their_rank_go_on(caplog):
     caplog.set_level(logging.INFO, "tiered_zero")
     hook = sys.excepthook
-    collectives = SingleRank()
+    collectives = Collectives()
     collectives.open()
     assert not caplog.records, "nothing that a user has to know"
     assert sys.excepthook is hook, "a traceback of one rank has no [rank0] before it"
@@ -46,21 +46,21 @@ def test_scripts_that_ask_for_their_rank_go_on(caplog):
 def test_it_can_be_made_again_and_the_users_interface_stays(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     for _ in range(2):
-        collectives = SingleRank(True)
+        collectives = Collectives(True)
         collectives.open()
         assert dist.is_initialized() and os.environ["GLOO_SOCKET_IFNAME"] == "lo"
         collectives.close()
 
 
 def test_not_required_creates_none():
-    collectives = SingleRank(dist_init_required=False)
+    collectives = Collectives(dist_init_required=False)
     collectives.open()
     assert not dist.is_initialized()
     collectives.close()
 
 
 def test_an_existing_group_is_respected_and_left():
-    first, second = SingleRank(), SingleRank()
+    first, second = Collectives(), Collectives()
     first.open()
     second.open()
     second.close()
@@ -72,12 +72,12 @@ def test_more_ranks_are_refused(monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     with pytest.raises(ModelError, match=r"one rank; torch.distributed's group has 4"):
-        SingleRank().open()
+        Collectives().open()
     monkeypatch.undo()
     monkeypatch.setenv("WORLD_SIZE", "2")
     for required in (None, False, True):
         with pytest.raises(ModelError, match=r"one rank; the launcher's WORLD_SIZE has 2"):
-            SingleRank(required).open()
+            Collectives(required).open()
     assert not dist.is_initialized()
 
 
@@ -101,7 +101,7 @@ def test_a_wrong_environment_is_refused(monkeypatch, world_size, rank, text):
 def test_one_rank_of_a_launcher_is_fine(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("RANK", "0")
-    collectives = SingleRank()
+    collectives = Collectives()
     collectives.open()
     assert dist.is_initialized()
     collectives.close()
@@ -112,7 +112,7 @@ def test_a_failure_is_one_line_and_no_more(monkeypatch, caplog):
         raise RuntimeError("no interface")
 
     monkeypatch.setattr(dist, "init_process_group", refuse)
-    collectives = SingleRank()
+    collectives = Collectives()
     with caplog.at_level(logging.WARNING, "tiered_zero"):
         collectives.open()
     [record] = caplog.records
@@ -158,10 +158,10 @@ def test_an_interrupt_in_an_exchange_ends_the_run_on_every_rank(monkeypatch):
     def interrupted(*_arguments):
         raise KeyboardInterrupt
 
-    ranks = SingleRank()
-    monkeypatch.setattr(SingleRank, "world_size", 2)
-    monkeypatch.setattr(SingleRank, "exchange", interrupted)
-    monkeypatch.setattr(SingleRank, "fail", lambda _ranks, message: failures.append(message))
+    ranks = Collectives()
+    monkeypatch.setattr(Collectives, "world_size", 2)
+    monkeypatch.setattr(Collectives, "exchange", interrupted)
+    monkeypatch.setattr(Collectives, "fail", lambda _ranks, message: failures.append(message))
     with pytest.raises(KeyboardInterrupt):
         agree(ranks, "a call", lambda: 1)
     assert failures == ["a call: KeyboardInterrupt"]

@@ -1,4 +1,4 @@
-"""Define the interface of collectives, make the collectives of a run, and let ranks agree on the results of a call."""
+"""Define the collectives of a run, initialize torch.distributed, and let ranks agree on the results of a call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar, final
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,32 +29,52 @@ from tiered_zero.hardware.ranks.launcher import (
     network_interface,
     num_restarts,
 )
-from tiered_zero.hardware.ranks.process_groups import ProcessGroups
 from tiered_zero.hardware.ranks.rank_failures import RankTraffic
 from tiered_zero.telemetry.spans import Recorder
 
 logger = logging.getLogger("tiered_zero")
 
 
-class Collectives(Protocol):
-    """Interface to the other ranks of a run. Driver thread only; every rank makes the same calls in the same order.
-    `what`: names the call in errors. Raises RankError if another rank fails or does not answer."""
+class Collectives:
+    """The other ranks of a run. Driver thread only; every rank makes the same calls in the same order. `what`: names
+    the call in errors. Raises RankError if another rank fails or does not answer.
 
-    rank: int
-    world_size: int
-    traffic: RankTraffic
-    recorder: Recorder
-    """Gets a span with this rank's bytes for each gather and reduction, and `wait_ranks` for a wait of the driver."""
+    This class is for a run with one rank: each method returns its input, and changes no bit. `ProcessGroups` is for
+    several ranks."""
+
+    rank = 0
+    world_size = 1
+
+    def __init__(self, dist_init_required: bool | None = None) -> None:
+        """Prepare the collectives. `dist_init_required`: if it is False, `open` creates no process group."""
+        self.traffic = RankTraffic()
+        self.recorder = Recorder()
+        """Gets a span with this rank's bytes for each gather and reduction, and `wait_ranks` for a wait of the
+        driver."""
+        self._dist_init_required = dist_init_required
+        self._owns_group = False
+
+    def open(self) -> None:
+        """Connect to the other ranks, before any other call, on every rank at the same time. Call `close` even if it
+        raises. With one rank, create a private group if there is none, so that scripts can ask torch.distributed for a
+        rank. Raises ModelError and RankError."""
+        self._check_world_size("the launcher's WORLD_SIZE", launched_world_size())
+        if not dist.is_available():
+            return
+        if dist.is_initialized():
+            self._check_world_size("torch.distributed's group", dist.get_world_size())
+        elif self._dist_init_required is not False:
+            self._create_group()
 
     def all_gather(
         self,
         flat: torch.Tensor,
         shard: torch.Tensor,
-        what: str = ...,
+        what: str = "parameters",
         *,
-        after: Sequence[Transfer] = ...,
-        order: str | None = ...,
-        bounds: Sequence[int] | None = ...,
+        after: Sequence[Transfer] = (),
+        order: str | None = None,
+        bounds: Sequence[int] | None = None,
     ) -> Transfer:
         """Start to fill `flat` [W * n] with the `shard` [n] of each of W ranks, in rank order. `shard` may be this
         rank's part of `flat`. Leave both alone until the transfer is done. `after`: transfers that fill `shard`; an
@@ -64,15 +84,19 @@ class Collectives(Protocol):
         compared, and all ranks must gather in one order. `bounds`: W + 1 offsets in `flat`, of shards of any sizes;
         None: all shards have one size.
         """
+        wait_all(after)
+        if flat.data_ptr() != shard.data_ptr():
+            flat.copy_(shard)
+        return COMPLETED
 
     def reduce_scatter(
         self,
         bucket: torch.Tensor,
         room: torch.Tensor,
-        what: str = ...,
+        what: str = "gradients",
         *,
-        after: Sequence[Transfer] = ...,
-        bounds: Sequence[int] | None = ...,
+        after: Sequence[Transfer] = (),
+        bounds: Sequence[int] | None = None,
     ) -> Transfer:
         """Start to sum the buckets of all W ranks, one part on each. On rank r, part number r of `bucket` [W * n]
         becomes its sum over all ranks, added in rank order. The other parts become undefined.
@@ -81,20 +105,19 @@ class Collectives(Protocol):
         until the transfer is done. `after`: transfers that come first. `bounds`: W + 1 offsets in `bucket`, of parts of
         any sizes; None: all parts have one size.
         """
+        wait_all(after)
+        return COMPLETED
 
-    def broadcast(self, tensor: torch.Tensor, source: int = ..., what: str = ...) -> None:
+    def broadcast(self, tensor: torch.Tensor, source: int = 0, what: str = "values") -> None:
         """Fill `tensor` with rank `source`'s tensor. Blocks."""
 
-    def exchange(self, data: bytes, what: str = ..., *, kind: str = ...) -> list[bytes]:
+    def exchange(self, data: bytes, what: str = "messages", *, kind: str = "") -> list[bytes]:
         """Return every rank's `data`, of any length, in rank order. Blocks. `kind`: every rank raises RankError if the
         ranks' kinds differ; "": `what` is the kind."""
+        return [data]
 
     def fail(self, message: str) -> None:
         """End the run on every rank: the others raise RankError with `message`. Idempotent; raises nothing."""
-
-    def open(self) -> None:
-        """Connect to the other ranks, before any other call, on every rank at the same time. Call `close` even if it
-        raises. Raises ModelError and RankError."""
 
     def connect_device(self, accelerator: Accelerator) -> None:
         """Allow gathers and reductions of tensors on the device of `accelerator`. Every rank calls this once, at the
@@ -102,20 +125,31 @@ class Collectives(Protocol):
 
     def close(self) -> None:
         """End the groups and threads that this object has made. Idempotent."""
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self._owns_group = False
 
+    def _create_group(self) -> None:
+        hook = sys.excepthook
+        try:
+            with network_interface():
+                dist.init_process_group(HOST_BACKEND, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        except (RuntimeError, ValueError, OSError) as error:
+            logger.warning("no torch.distributed group was created, scripts that ask for a rank will fail: %s", error)
+        else:
+            self._owns_group = True
+            _keep_group_in_children()
+            logger.debug("torch.distributed: made a process group of one rank, without a connection")
+        finally:
+            sys.excepthook = hook  # torch's hook prefixes tracebacks with [rank0], useless with one rank
 
-def make_collectives(
-    timeout_s: float, dist_init_required: bool | None = None, gather_numel: int = 1 << 62
-) -> Collectives:
-    """Make the collectives of a run, on every rank at the same time. The caller opens and closes them.
-
-    `timeout_s`: a rank that does not answer in this time is an error. `dist_init_required`: False: never initialize
-    torch.distributed. `gather_numel`: the most elements that a gather moves at once. Raises ModelError and RankError.
-    """
-    if get_world_size() == 1:
-        return SingleRank(dist_init_required)
-    ensure_many(timeout_s, dist_init_required)
-    return ProcessGroups(timeout_s, gather_numel)
+    @staticmethod
+    def _check_world_size(source: str, world_size: int) -> None:
+        if world_size > 1:
+            raise ModelError(
+                f"expected one rank; {source} has {world_size}. Start the script with one process "
+                "(python script.py, or --num_gpus 1)."
+            )
 
 
 def ensure_many(timeout_s: float, dist_init_required: bool | None = None) -> None:
@@ -182,100 +216,7 @@ def open_default_group(timeout_s: float = 1800.0, dist_init_required: bool | Non
     if get_world_size() > 1:
         ensure_many(timeout_s, dist_init_required)
     else:
-        SingleRank(dist_init_required).open()
-
-
-@final
-class SingleRank:
-    """The collectives of a run with one rank: each returns its input, and changes no bit."""
-
-    rank = 0
-    world_size = 1
-
-    def __init__(self, dist_init_required: bool | None = None) -> None:
-        """Prepare the collectives. `dist_init_required`: if it is False, `open` creates no process group."""
-        self.traffic = RankTraffic()
-        self.recorder = Recorder()
-        self._dist_init_required = dist_init_required
-        self._owns_group = False
-
-    def open(self) -> None:
-        """Create a private one-rank group if there is none, so that scripts can ask torch.distributed for a rank.
-        Raises ModelError if more than one rank runs."""
-        self._check_world_size("the launcher's WORLD_SIZE", launched_world_size())
-        if not dist.is_available():
-            return
-        if dist.is_initialized():
-            self._check_world_size("torch.distributed's group", dist.get_world_size())
-        elif self._dist_init_required is not False:
-            self._create_group()
-
-    def all_gather(
-        self,
-        flat: torch.Tensor,
-        shard: torch.Tensor,
-        what: str = "",
-        *,
-        after: Sequence[Transfer] = (),
-        order: str | None = None,
-        bounds: Sequence[int] | None = None,
-    ) -> Transfer:
-        wait_all(after)
-        if flat.data_ptr() != shard.data_ptr():
-            flat.copy_(shard)
-        return COMPLETED
-
-    def reduce_scatter(
-        self,
-        bucket: torch.Tensor,
-        room: torch.Tensor,
-        what: str = "",
-        *,
-        after: Sequence[Transfer] = (),
-        bounds: Sequence[int] | None = None,
-    ) -> Transfer:
-        wait_all(after)
-        return COMPLETED
-
-    def broadcast(self, tensor: torch.Tensor, source: int = 0, what: str = "") -> None:
-        """Do nothing: there is no other rank."""
-
-    def exchange(self, data: bytes, what: str = "", *, kind: str = "") -> list[bytes]:
-        return [data]
-
-    def fail(self, message: str) -> None:
-        """Do nothing: there is no other rank."""
-
-    def connect_device(self, accelerator: Accelerator) -> None:
-        """Do nothing: there is no other rank."""
-
-    def close(self) -> None:
-        """Destroy the group if this object created it. Idempotent."""
-        if self._owns_group and dist.is_initialized():
-            dist.destroy_process_group()
-        self._owns_group = False
-
-    def _create_group(self) -> None:
-        hook = sys.excepthook
-        try:
-            with network_interface():
-                dist.init_process_group(HOST_BACKEND, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-        except (RuntimeError, ValueError, OSError) as error:
-            logger.warning("no torch.distributed group was created, scripts that ask for a rank will fail: %s", error)
-        else:
-            self._owns_group = True
-            _keep_group_in_children()
-            logger.debug("torch.distributed: made a process group of one rank, without a connection")
-        finally:
-            sys.excepthook = hook  # torch's hook prefixes tracebacks with [rank0], useless with one rank
-
-    @staticmethod
-    def _check_world_size(source: str, world_size: int) -> None:
-        if world_size > 1:
-            raise ModelError(
-                f"expected one rank; {source} has {world_size}. Start the script with one process "
-                "(python script.py, or --num_gpus 1)."
-            )
+        Collectives(dist_init_required).open()
 
 
 @functools.cache

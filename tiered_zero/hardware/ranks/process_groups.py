@@ -20,6 +20,7 @@ import torch.distributed as dist
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import RankError
 from tiered_zero.hardware.device.accelerator import Accelerator, Lane, run_job
+from tiered_zero.hardware.ranks.collectives import Collectives, ensure_many
 from tiered_zero.hardware.ranks.gather_reduce import (
     ORDER_NBYTES,
     compare_order,
@@ -30,14 +31,14 @@ from tiered_zero.hardware.ranks.gather_reduce import (
     reduce,
     split_rows,
 )
-from tiered_zero.hardware.ranks.launcher import HOST_BACKEND, all_gather_single, device_backend, network_interface
-from tiered_zero.hardware.ranks.rank_failures import (
-    CollectiveCall,
-    CollectiveTransfer,
-    RankFailures,
-    RankTraffic,
+from tiered_zero.hardware.ranks.launcher import (
+    HOST_BACKEND,
+    all_gather_single,
+    device_backend,
+    get_world_size,
+    network_interface,
 )
-from tiered_zero.telemetry.spans import Recorder
+from tiered_zero.hardware.ranks.rank_failures import CollectiveCall, CollectiveTransfer, RankFailures
 
 logger = logging.getLogger("tiered_zero")
 
@@ -86,7 +87,7 @@ class _SharedNotices(logging.Filter):
 
 
 @final
-class ProcessGroups:
+class ProcessGroups(Collectives):
     """The collectives of a run with several ranks. CPU tensors use this object's own gloo groups, device tensors the
     device's backend. Used on the driver thread; has lanes (worker threads) of its own.
 
@@ -96,11 +97,10 @@ class ProcessGroups:
 
     def __init__(self, timeout_s: float, gather_numel: int) -> None:
         """Read rank and world size from torch.distributed. `gather_numel`: the most elements of a gather at once."""
+        super().__init__()
         self._timeout_s = timeout_s
         self._gather_numel = gather_numel
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.traffic = RankTraffic()
-        self.recorder = Recorder()
         self._groups: dict[str, Any] = {}
         self._lanes: dict[str, Lane] = {}
         self._accelerator: Accelerator | None = None
@@ -172,7 +172,6 @@ class ProcessGroups:
         order: str | None = None,
         bounds: Sequence[int] | None = None,
     ) -> Transfer:
-        """Gather as `Collectives.all_gather` says. See [Note: Collectives by owner]."""
         rows = split_rows(flat, bounds, self.world_size)
         assert rows[self.rank].numel() == shard.numel(), "the part is this rank's"
         self.traffic.gathered_nbytes += flat.nbytes
@@ -202,7 +201,6 @@ class ProcessGroups:
         after: Sequence[Transfer] = (),
         bounds: Sequence[int] | None = None,
     ) -> Transfer:
-        """Reduce as `Collectives.reduce_scatter` says. See [Note: Collectives by owner]."""
         rows = split_rows(bucket, bounds, self.world_size)
         self.traffic.reduced_nbytes += bucket.nbytes
         part_numel = room.numel() // (self.world_size - 1)
@@ -375,3 +373,17 @@ def _next_run(group: Any) -> int:
     dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
     _num_runs = int(number)
     return _num_runs
+
+
+def make_collectives(
+    timeout_s: float, dist_init_required: bool | None = None, gather_numel: int = 1 << 62
+) -> Collectives:
+    """Make the collectives of a run, on every rank at the same time. The caller opens and closes them.
+
+    `timeout_s`: a rank that does not answer in this time is an error. `dist_init_required`: False: never initialize
+    torch.distributed. `gather_numel`: the most elements that a gather moves at once. Raises ModelError and RankError.
+    """
+    if get_world_size() == 1:
+        return Collectives(dist_init_required)
+    ensure_many(timeout_s, dist_init_required)
+    return ProcessGroups(timeout_s, gather_numel)

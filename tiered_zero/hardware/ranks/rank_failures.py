@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, final
@@ -93,7 +93,7 @@ class RankFailures:
         self._world_size = world_size
         self._timeout_s = timeout_s
         self._traffic = traffic
-        self.recorder = recorder
+        self._recorder = recorder
         self._driver_waits = False
         self.num_calls: Counter[str] = Counter()
         """Group -> the number of collectives that this rank has made. Driver thread."""
@@ -142,32 +142,10 @@ class RankFailures:
             self.found = self._find_cause(error, what)
         return self.found
 
-    def wait(
-        self,
-        is_over: Callable[[float], bool],
-        has_failed: Callable[[], bool],
-        what: str,
-        call: CollectiveCall,
-    ) -> None:
-        """Wait for other ranks until a collective is over. `is_over(seconds)`: waits at most that long, and returns
-        whether it is over. `has_failed`: returns whether it has failed. `what`, `call`: its name and number. Raises
-        RankError if another rank has failed."""
-        start_s, blocks_driver = time.perf_counter(), not THIS_THREAD.is_lane
-        if not is_over(POLL_S):
-            if blocks_driver:
-                self.post_wait(what, call)
-            try:
-                while not is_over(POLL_S):
-                    self.check()
-                    if blocks_driver:
-                        self.check_blocked()
-            finally:
-                if blocks_driver and not has_failed():  # else the post stays, for other ranks to read
-                    self.post_wait("", None)
-        if blocks_driver:
-            end_s = time.perf_counter()
-            self._traffic.waited_s += end_s - start_s
-            self.recorder.add("compute", "wait_ranks", what, start_s, end_s)
+    def count_wait(self, what: str, start_s: float, end_s: float) -> None:
+        """Count and record a wait of the driver thread for `what`, from `start_s` to `end_s` (time.perf_counter())."""
+        self._traffic.waited_s += end_s - start_s
+        self._recorder.add("compute", "wait_ranks", what, start_s, end_s)
 
     def post_wait(self, what: str, call: CollectiveCall | None) -> None:
         """Post that this rank waits for `what`, or if `what` is "", that it does not wait. `call`: the collective in
@@ -266,4 +244,17 @@ class CollectiveTransfer(LaneTransfer):
             raise self._failures.found  # the groups were closed, and the result is undefined
 
     def _await_launch(self) -> None:
-        self._failures.wait(self._launched.wait, lambda: self.failure is not None, self.what, self._call)
+        failures, start_s, blocks_driver = self._failures, time.perf_counter(), not THIS_THREAD.is_lane
+        if not self._launched.wait(POLL_S):
+            if blocks_driver:
+                failures.post_wait(self.what, self._call)
+            try:
+                while not self._launched.wait(POLL_S):
+                    failures.check()
+                    if blocks_driver:
+                        failures.check_blocked()
+            finally:
+                if blocks_driver and self.failure is None:  # else the post stays, for other ranks to read
+                    failures.post_wait("", None)
+        if blocks_driver:
+            failures.count_wait(self.what, start_s, time.perf_counter())
