@@ -60,7 +60,7 @@ def test_a_step_asks_for_no_more_than_its_units_need(
     for num_units in (8, 16):
         allowed = bounds(placement, num_units)
         with build(Tower(num_units, width=64), placement, swap_path, clipping) as engine:
-            assert len(inspection.pager(engine).units.by_index) == num_units
+            assert len(inspection.pager(engine).units.by_unit) == num_units
             for _ in range(NUM_WARM):
                 step(engine)
             for _ in range(NUM_COUNTED):

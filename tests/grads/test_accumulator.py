@@ -23,13 +23,14 @@ from tests.support.units import make_params, make_unit
 from tiered_zero.concurrency.transfer import Completion
 from tiered_zero.errors import ModelError
 from tiered_zero.grads import gradient
-from tiered_zero.grads.check import GradNorm, OverflowGuard
+from tiered_zero.grads.check import OverflowGuard
 from tiered_zero.grads.gradient import NUM_KEPT, SUM_CHUNK_NUMEL, InFlightGradients, UnitGradients
 from tiered_zero.grads.store import GradientStore
 from tiered_zero.hardware.device.accelerator import LaneTransfer
 from tiered_zero.hardware.memory.host_memory import HostArena, StagingPool
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import ParamSpec, Unit
+from tiered_zero.native.norms import GradNorm
 from tiered_zero.sizes import MIB
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -406,7 +407,7 @@ def test_reduced_gradients_reach_the_home_of_a_shard(on_device: bool, dtype: tor
         after.complete()
         received[-1].wait()
     world.store.wait_transfers()
-    share = world.store.detach_step().shares[0]
+    share = world.store.detach_step().shares[unit]
     assert share.start == unit.shard(1).start and share.flat.numel() == len(unit.shard(1))
     assert torch.equal(share.flat[20:60], added(grads)) and share.flat.dtype == torch.float32
     assert share.present == {entry.param.index for entry in unit.entries}
@@ -451,18 +452,18 @@ def test_handed_gradients_stay_while_the_next_step_begins(spare: bool, runtime: 
     world.give(world.params[0][0], grads[0].clone())
     world.store.wait_transfers()
     handed = world.store.detach_step()
-    assert handed.shares[unit.index].present == {unit.entries[0].param.index}
+    assert handed.shares[unit].present == {unit.entries[0].param.index}
     assert world.sums() == {}
     if spare:
         world.give(world.params[0][0], grads[1].clone())
         world.store.wait_transfers()
-    assert torch.equal(handed.shares[0].flat[:8], grads[0])
+    assert torch.equal(handed.shares[unit].flat[:8], grads[0])
     if spare:
         second = world.store.detach_step()
         world.give(world.params[0][0], grads[2].clone())
         world.store.wait_transfers()
-        assert torch.equal(second.shares[0].flat[:8], grads[1]), "the two flats take turns"
-        assert torch.equal(handed.shares[0].flat[:8], grads[2])
+        assert torch.equal(second.shares[unit].flat[:8], grads[1]), "the two flats take turns"
+        assert torch.equal(handed.shares[unit].flat[:8], grads[2])
 
 
 @pytest.mark.parametrize("num_passes", [1, 2])

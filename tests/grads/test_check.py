@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tiered_zero.grads.check import GradCheck, GradNorm, check_gradients
+from tiered_zero.grads.check import GradCheck, check_gradients
 from tiered_zero.layout.flat import ParamSpec
+from tiered_zero.native.norms import GradNorm
 
 Norms = list[tuple[ParamSpec, float]]
 

@@ -40,7 +40,7 @@ def read_until_blocked(device: ClockedAccelerator, monkeypatch: pytest.MonkeyPat
     block = Pager.block_unit_for_update
 
     def read_and_block(self: Pager, unit: Unit) -> bool:
-        paged = self.units.by_index[unit.index]
+        paged = self.units.by_unit[unit]
         if paged.is_resident:
             device.clocks.touch(paged.storage.flat, writes=False)
         return block(self, unit)

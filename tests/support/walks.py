@@ -75,13 +75,23 @@ class Walk:
         return found
 
 
-def record(act: Callable[[], Any]) -> Walk:
-    """Make the call, and list what it calls on this thread."""
+def record(act: Callable[[], Any], inside: str | None = None) -> Walk:
+    """Make the call, and list what it calls on this thread. `inside`: list only calls of the function of this name, and
+    what it calls until it returns."""
     calls: list[tuple[str, str]] = []
+    num_open = 0
 
     def note(frame: FrameType, event: str, argument: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            calls.append((frame.f_code.co_filename[len(PACKAGE) + 1 :], frame.f_code.co_name))
+        nonlocal num_open
+        if event not in ("call", "return") or not frame.f_code.co_filename.startswith(PACKAGE):
+            return
+        name = frame.f_code.co_name
+        if event == "return":
+            num_open -= name == inside
+            return
+        num_open += name == inside
+        if inside is None or num_open:
+            calls.append((frame.f_code.co_filename[len(PACKAGE) + 1 :], name))
 
     before = sys.getprofile()
     sys.setprofile(note)

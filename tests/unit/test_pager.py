@@ -108,7 +108,7 @@ def test_the_cap_is_hard() -> None:
     first, second, third = world.units
     with world.frame([first]), world.frame([second]):
         with pytest.raises(BudgetError, match=r"Unit u2 needs .* already fill .*on it: u0, u1.*stage3_max_live"):
-            world.pager.begin_gather(world.pager.units.by_index[third.index])
+            world.pager.begin_gather(world.pager.units.by_unit[third])
         assert world.live_pages == 3
     world.use(2)
     assert world.peak_pages == 3
@@ -240,7 +240,7 @@ def test_a_storage_that_is_viewed_keeps_its_memory() -> None:
     assert world.state(0) is UnitState.OFFLOADED
     assert torch.equal(view, world.values[0][world.units[0].entries[1].start :][:372])
     with pytest.raises(BudgetError):
-        world.pager.begin_gather(world.pager.units.by_index[1])
+        world.pager.begin_gather(world.pager.units.by_unit[world.units[1]])
     assert torch.equal(view, world.values[0][world.units[0].entries[1].start :][:372]), "not for any other's sake"
     world.use(0)  # read again in place
     with world.frame([world.units[0]]):
@@ -397,7 +397,7 @@ def test_no_unit_gets_memory_that_a_failed_fetch_may_still_write_to() -> None:
     storage.empty()
     world.tier.failing.add(("fetch", "u1"))
     with pytest.raises(TransferError):
-        world.pager.begin_gather(world.pager.units.by_index[1])
+        world.pager.begin_gather(world.pager.units.by_unit[world.units[1]])
     storage.fill()
     assert not storage.flat.any(), "what the fetch was given went to the system"
     storage.empty()

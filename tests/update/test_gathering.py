@@ -44,8 +44,8 @@ class Pipeline:
                 error = OSError("the disk is full")
                 job.fail(error)
                 raise error
-            if index in job.unit_updates:
-                job.unit_updates[index].complete()
+            if (unit_update := job.unit_updates.get(UNITS[index])) is not None:
+                unit_update.complete()
 
 
 class Guard:
@@ -96,7 +96,7 @@ def make_policy(pipeline: Any, log: list[str]) -> tuple[GatheringPolicy, Gather]
 
 def gradients_of(units: Sequence[int]) -> StepGradients:
     shares = {
-        unit.index: UnitShare(
+        unit: UnitShare(
             flat=torch.zeros(1),
             start=0,
             present=frozenset(e.param.index for e in unit.entries if unit.index in units),

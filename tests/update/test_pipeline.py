@@ -172,7 +172,7 @@ class World:
         gradients: Gradients | None = None,
         grad_scale: float = 1.0,
         param_kind: str = "param",
-        unit_updates: Mapping[int, UnitUpdate] | None = None,
+        unit_updates: Mapping[Unit, UnitUpdate] | None = None,
     ) -> None:
         job = self.job(gradients, grad_scale, param_kind)
         job.unit_updates.update(unit_updates or {})
@@ -511,7 +511,7 @@ def test_a_subgroup_without_any_gradient_is_not_touched() -> None:
 def test_nothing_at_all_to_step() -> None:
     world = six()
     unit_update = UnitUpdate()
-    world.step(Gradients(world, [world.units[0].entries[0].param]), unit_updates={0: unit_update})
+    world.step(Gradients(world, [world.units[0].entries[0].param]), unit_updates={world.units[0]: unit_update})
     assert world.tier.log == []
     unit_update.written.wait()
 
@@ -541,7 +541,7 @@ def test_a_unit_is_published_when_its_last_part_is_written() -> None:
             world.tier.log.append(("published", self.name))
             super().complete()
 
-    world.step(unit_updates={0: Logged("u0"), 1: Logged("u1")})
+    world.step(unit_updates={world.units[0]: Logged("u0"), world.units[1]: Logged("u1")})
     assert world.at("write done", "s1") < world.at("published", "u0") < world.at("published", "u1")
     assert world.at("write done", "s2") < world.at("published", "u1")
 
@@ -567,14 +567,14 @@ def test_a_failing_transfer_raises_in_the_step_and_gives_every_buffer_back(
     world.pipeline.cancel_prefetch()
     before = {name: raw.clone() for name, raw in world.tier.contents.items()}
     getattr(world.tier, how).add((what, f"s{which}"))
-    unit_updates = {0: UnitUpdate()}
+    unit_updates = {world.units[0]: UnitUpdate()}
     world.tier.log.clear()
     world.rule.num_runs.clear()
     with pytest.raises(TransferError, match=f"{what} of s{which}"):
         world.step(unit_updates=unit_updates)
     assert world.staging.num_free == world.staging.count
     with pytest.raises(TransferError):
-        unit_updates[0].written.wait()
+        unit_updates[world.units[0]].written.wait()
     for kind, name in [entry for entry in world.tier.log if entry[0] in ("read", "write")]:
         assert (f"{kind} done", name) in world.tier.log, "nothing still uses a buffer that went back"
     if what == "read":

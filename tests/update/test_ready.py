@@ -1,5 +1,6 @@
 """The sub-groups that backward makes ready for a running update: whatever one side does, the other goes on."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,8 +8,13 @@ from tiered_zero.concurrency.transfer import COMPLETED
 from tiered_zero.update.pipeline import UpdateJob
 
 
+@dataclass(frozen=True)
+class OwnUnit:
+    index: int
+
+
 def unit(index: int) -> Any:
-    return SimpleNamespace(index=index)
+    return OwnUnit(index)
 
 
 def layout(index: int) -> Any:
@@ -44,7 +50,7 @@ def test_the_shallowest_comes_first_and_skipped_ones_are_counted_once() -> None:
     add(own, 0)  # comes in before what was looked at
     own.take(first)
     assert [chosen(own), own.wait()] == [0, True] and not own.computed.done()
-    own.unit_updates[5] = update = UnitUpdateOf()
+    own.unit_updates[unit(5)] = update = UnitUpdateOf()
     own.finish(COMPLETED)
     own.count_skipped()
     own.count_skipped()

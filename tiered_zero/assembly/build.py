@@ -29,7 +29,7 @@ from tiered_zero.engine.engine import Engine
 from tiered_zero.engine.entry import EngineParts, ModelParameters, Movers
 from tiered_zero.engine.train_step import TrainStep
 from tiered_zero.errors import ConfigError, PlanError, add_note
-from tiered_zero.grads.check import GradNorm, OverflowGuard
+from tiered_zero.grads.check import OverflowGuard
 from tiered_zero.grads.gradient import InFlightGradients, UnitGradients
 from tiered_zero.grads.reduce import GradientReducer, Reduction
 from tiered_zero.grads.store import GradientStore
@@ -38,6 +38,7 @@ from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.hardware.runtime import Runtime, build_accelerator
 from tiered_zero.layout.buckets import Bucket, cut_buckets
 from tiered_zero.layout.flat import Unit
+from tiered_zero.native.norms import GradNorm
 from tiered_zero.native.update import num_kernel_threads
 from tiered_zero.plan.placement import BUFFERS
 from tiered_zero.plan.planner import Plan
@@ -354,10 +355,10 @@ def _make_gradients(
     if tiers.gradient_windows is not None:
         in_backward = plan.update_policy.optimizer_in_backward
         windows = FlatWindows(tiers.gradient_windows, runtime.recorder, writes_ahead=not in_backward)
-    cuts: dict[int, list[int]] = {}
+    cuts: dict[Unit, list[int]] = {}
     for layout in run_spec.layouts:
         for segment in layout.subgroup.segments:
-            cuts.setdefault(segment.unit.index, []).append(segment.unit_start)
+            cuts.setdefault(segment.unit, []).append(segment.unit_start)
     units = [
         UnitGradients.reserve(
             unit,
@@ -367,7 +368,7 @@ def _make_gradients(
             has_spare=plan.delayed,
             shard=unit.shard(request.rank) if request.shards_gradients else None,
             windows=windows,
-            cuts=cuts.get(unit.index, ()),
+            cuts=cuts.get(unit, ()),
         )
         for unit in trainable
     ]
@@ -391,11 +392,11 @@ def _make_gradients(
     return store, GradientReducer(store, units, runtime, memory, reduction)
 
 
-def _paged_gradients(run_spec: RunSpec) -> dict[int, torch.dtype]:
-    """Return unit index -> dtype of the gradients, for units with gradients on NVMe."""
+def _paged_gradients(run_spec: RunSpec) -> dict[Unit, torch.dtype]:
+    """Return unit -> dtype of the gradients, for units with gradients on NVMe."""
     plan = run_spec.plan
     return {
-        unit.index: torch.float32 if plan.request.sums_gradients else unit.dtype
+        unit: torch.float32 if plan.request.sums_gradients else unit.dtype
         for unit in run_spec.units
         if plan.tiers.gradients.get(unit.index) == "nvme"
     }

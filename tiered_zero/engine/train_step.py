@@ -174,7 +174,7 @@ class TrainStep:
         if pass_name == "backward":
             self.arrivals.note_backward(unit)
         elif self.pager.frames and (self.phase.records or torch.is_grad_enabled()):
-            self._reducer.order.note_forward(unit.index)
+            self._reducer.order.note_forward(unit)
 
     # -- the engine's calls --------------------------------------------------------------------------------------------
 

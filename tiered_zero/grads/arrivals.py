@@ -90,7 +90,7 @@ class GradientArrivals:
         """Record that a backward begins to use a unit. Called before the unit's shards are gathered."""
         if self._reducer is not None and self._reducer.is_open:
             self._take_waiting()
-            self._reducer.note_backward(unit.index)
+            self._reducer.note_backward(unit)
 
     def _pass_mark(self, mark: UseMark) -> None:
         """Record that a backward has reached a mark (a hook on a module's input)."""

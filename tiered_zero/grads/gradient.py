@@ -19,11 +19,11 @@ import torch
 
 from tiered_zero.concurrency.transfer import COMPLETED, Transfer, wait_quietly
 from tiered_zero.errors import ModelError
-from tiered_zero.grads.check import GradCopy, GradNorm
 from tiered_zero.hardware.device.accelerator import Lane, LaneTransfer
 from tiered_zero.hardware.memory.host_memory import Lease, StagingPool, typed_view
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import FlatEntry, Unit
+from tiered_zero.native.norms import GradCopy, GradNorm
 from tiered_zero.sizes import align_up
 from tiered_zero.tiers.step_gradients import FlatWindows, PagedFlat, UnitShare
 from tiered_zero.tiers.tier import Home, Tier

@@ -89,36 +89,36 @@ class GradientReducer:
         """`units`: the gradients of all trainable units, in static order. `memory`: arrays, [n] uint8, for one bucket
         each."""
         self._store = store
-        self._units = {each.unit.index: each for each in units}
+        self._units = {each.unit: each for each in units}
         self._runtime = runtime
         self._collectives = runtime.collectives
         self._reduction = reduction
         self._accelerator = runtime.accelerator
         self._memory = BucketMemory(memory, runtime)
-        self._own_spans: dict[int, list[range]] = {}
-        """Unit index -> the parts into which buckets divide this rank's shard. Squares are summed part by part."""
+        self._own_spans: dict[Unit, list[range]] = {}
+        """Unit -> the parts into which buckets divide this rank's shard. Squares are summed part by part."""
         for bucket in reduction.buckets:
             for part in bucket.parts:
-                self._own_spans.setdefault(part.unit.index, []).append(part.spans[self._collectives.rank])
+                self._own_spans.setdefault(part.unit, []).append(part.spans[self._collectives.rank])
         self._names = {entry.param.index: entry.param.name for each in units for entry in each.unit.entries}
         self.is_sharded = any(each.shard is not None for each in units)
         self.shards_params = reduction.shards_params
         self._queue: deque[Bucket] = deque()
         """Buckets that this backward still has to reduce."""
-        self._receiving: frozenset[int] = frozenset()
-        """Indices of the units that this backward, or step(), reduces."""
-        self._adding: frozenset[int] = frozenset()
-        """Indices in `_receiving` of units that hold sums of earlier reductions of this step."""
-        self._sources: dict[int, Mapping[int, torch.Tensor]] = {}
-        """Unit index -> parameter index -> this rank's gradient [numel], from which the unit's buckets are filled."""
+        self._receiving: frozenset[Unit] = frozenset()
+        """The units that this backward, or step(), reduces."""
+        self._adding: frozenset[Unit] = frozenset()
+        """Those of `_receiving` that hold sums of earlier reductions of this step."""
+        self._sources: dict[Unit, Mapping[int, torch.Tensor]] = {}
+        """Unit -> parameter index -> this rank's gradient [numel], from which the unit's buckets are filled."""
         self.uses = UnitUses()
         """Decides when a bucket is reduced if parameters are whole. Its marks must call `pass_mark`."""
         self.order = UseOrder()
         """Decides when a bucket is reduced if parameters are gathered in backward."""
         parts = [part for bucket in reduction.buckets for part in bucket.parts]
-        self._bucket_order = [part.unit.index for part in parts if part.is_first]
-        self._wide: frozenset[int] = frozenset()
-        """Indices of units that are reduced in fp32, because some rank adds up gradients of several backwards."""
+        self._bucket_order = [part.unit for part in parts if part.is_first]
+        self._wide: frozenset[Unit] = frozenset()
+        """Units that are reduced in fp32, because some rank adds up gradients of several backwards."""
         self.is_open = False
         """Whether a backward that reduces has begun and not ended."""
         self._is_last = False
@@ -133,9 +133,9 @@ class GradientReducer:
 
     # -- in backward ---------------------------------------------------------------------------------------------------
 
-    def note_backward(self, index: int) -> None:
+    def note_backward(self, unit: Unit) -> None:
         """Record that a backward begins to use a gathered unit, and reduce the next buckets whose units are passed."""
-        self.order.note_backward(index)
+        self.order.note_backward(unit)
         while self._queue and not any(map(self.order.is_awaited, self._queue[0].units)):
             self._reduce(self._queue.popleft())
 
@@ -154,22 +154,21 @@ class GradientReducer:
         self._is_last = False
         units = self._units.values()
         is_expected = self.order.is_expected if self.shards_params else self.uses.is_expected
-        flags = [is_expected(index) for index in self._units]
+        flags = [is_expected(unit) for unit in self._units]
         flags += [each.is_unreduced or (each.shard is None and each.holds_sums) for each in units]
         self._num_backwards += 1
         either = self._agree((_BACKWARD, self._num_steps, self._num_backwards), flags)
-        used = [index for index, is_used in zip(self._units, either, strict=False) if is_used]
+        used = [unit for unit, is_used in zip(self._units, either, strict=False) if is_used]
         self._widen(has_more and not self.is_sharded for has_more in either[len(units) :])
         if self.is_sharded:  # gradients of each backward are averaged separately
-            self._reduce_all(i for i, is_late in zip(self._units, either[len(units) :], strict=True) if is_late)
+            self._reduce_all(unit for unit, is_late in zip(self._units, either[len(units) :], strict=True) if is_late)
         self._receive_next(used)
-        for index in sorted(self._receiving):
-            each = self._units[index]
-            if each.num_sums or index in self._wide:
+        for each in units:
+            if each.unit in self._receiving and (each.num_sums or each.unit in self._wide):
                 self._store.promote(each)
         self._is_last = is_last
         self._queue = deque(bucket for bucket in self._reduction.buckets if bucket.units & self._receiving)
-        self.order.begin_backward(index for index in self._bucket_order if index in self._receiving)
+        self.order.begin_backward(unit for unit in self._bucket_order if unit in self._receiving)
 
     def pass_mark(self, mark: UseMark) -> None:
         """Record that the backward has reached a mark of `uses`, and reduce the next buckets that are complete."""
@@ -198,23 +197,23 @@ class GradientReducer:
         self.order.end_step()
         self.is_open = False
 
-    def _is_complete(self, index: int) -> bool:
+    def _is_complete(self, unit: Unit) -> bool:
         # in `_sources`: an earlier bucket has taken the gradients
-        return index in self._sources or self.uses.is_complete(self._units[index])
+        return unit in self._sources or self.uses.is_complete(self._units[unit])
 
-    def _waits_apart(self, index: int) -> bool:
+    def _waits_apart(self, unit: Unit) -> bool:
         """Return whether buckets find the unit's gradients in `UnitGradients.waiting`, not in the unit's flat."""
-        return self._units[index].shard is not None or index in self._adding
+        return self._units[unit].shard is not None or unit in self._adding
 
-    def _receive_next(self, units: Iterable[int]) -> None:
-        """Set the units, by index, that get averages from the next reductions. Other units of their buckets are reduced
-        as zeros."""
+    def _receive_next(self, units: Iterable[Unit]) -> None:
+        """Set the units that get averages from the next reductions. Other units of their buckets are reduced as
+        zeros."""
         self._receiving = frozenset(units)
-        self._adding = frozenset(index for index in self._receiving if self._units[index].num_sums)
+        self._adding = frozenset(unit for unit in self._receiving if self._units[unit].num_sums)
 
     def _widen(self, flags: Iterable[bool]) -> None:
         """Set the units that are reduced in fp32. `flags`: one for each unit, equal on all ranks."""
-        self._wide = frozenset(index for index, is_wide in zip(self._units, flags, strict=True) if is_wide)
+        self._wide = frozenset(unit for unit, is_wide in zip(self._units, flags, strict=True) if is_wide)
 
     # -- in step() -----------------------------------------------------------------------------------------------------
 
@@ -253,7 +252,7 @@ class GradientReducer:
             squares = each.squares
             if not squares:
                 with each.opened() as flat:
-                    for span in self._own_spans.get(each.unit.index, ()):
+                    for span in self._own_spans.get(each.unit, ()):
                         values = flat[span.start - each.start : span.stop - each.start]
                         for index, more in span_squares(values, span, each.unit).items():
                             squares.setdefault(index, []).extend(more)
@@ -267,7 +266,7 @@ class GradientReducer:
                 bad = index if bad == NONE_BAD else min(bad, index)
         return total, bad
 
-    def _agree_on_presence(self, micro_steps: int, global_steps: int) -> frozenset[int]:
+    def _agree_on_presence(self, micro_steps: int, global_steps: int) -> frozenset[Unit]:
         """Agree with the other ranks which parameters have a gradient, and which units hold sums of several backwards.
         Return the units with gradients, on some rank, that no bucket has copied yet."""
         entries = [(each, entry) for each in self._units.values() for entry in each.unit.entries]
@@ -277,12 +276,12 @@ class GradientReducer:
         flags += [each.holds_sums for each in units]
         either = self._agree((_STEP, global_steps, micro_steps), flags)
         present = {entry.param.index for (_, entry), has in zip(entries, either, strict=False) if has}
-        reduced = frozenset(i for i, has in zip(self._units, either[len(entries) :], strict=False) if has)
+        reduced = frozenset(unit for unit, has in zip(self._units, either[len(entries) :], strict=False) if has)
         self._widen(either[len(entries) + len(units) :])
-        for index, each in self._units.items():
+        for each in units:
             absent = [e for e in each.unit.entries if e.param.index in present and e.param.index not in each.present]
             each.present.update(entry.param.index for entry in absent)
-            if index in self._wide and (each.shard is None or index in reduced):
+            if each.unit in self._wide and (each.shard is None or each.unit in reduced):
                 self._store.promote(each)
             if not absent or each.num_sums:
                 continue
@@ -290,7 +289,7 @@ class GradientReducer:
                 self._store.wait_update(each.unit)
                 for entry in absent:
                     each.flat[entry.start : entry.stop] = 0
-            elif index not in reduced:  # on other ranks zero_grad() has set these gradients to 0
+            elif each.unit not in reduced:  # on other ranks zero_grad() has set these gradients to 0
                 self._store.wait_update(each.unit)
                 with each.opened() as flat:
                     flat.zero_()
@@ -335,7 +334,7 @@ class GradientReducer:
 
     # -- one bucket ----------------------------------------------------------------------------------------------------
 
-    def _reduce_all(self, units: Iterable[int]) -> None:
+    def _reduce_all(self, units: Iterable[Unit]) -> None:
         """Reduce all buckets of `units`. `units`: equal on every rank."""
         self._receive_next(units)
         for bucket in self._reduction.buckets:
@@ -344,9 +343,9 @@ class GradientReducer:
 
     def _reduce(self, bucket: Bucket) -> None:
         """Start to reduce a bucket and to move its sums to their homes."""
-        for index in bucket.units & self._receiving:
-            if self._waits_apart(index) and index not in self._sources:
-                self._sources[index] = self._units[index].take_waiting()
+        for unit in bucket.units & self._receiving:
+            if self._waits_apart(unit) and unit not in self._sources:
+                self._sources[unit] = self._units[unit].take_waiting()
         dtype = self._dtype(bucket)
         memory = self._memory.take()
         typed = memory[: bucket.nbytes(dtype.itemsize)].view(dtype)
@@ -377,13 +376,13 @@ class GradientReducer:
         """Fill a bucket with this rank's gradients, divided by `Reduction.before`; with zeros where there is no
         gradient."""
         for part in bucket.parts:
-            index, is_apart = part.unit.index, self._waits_apart(part.unit.index)
-            if part.is_first and index in self._receiving and not is_apart:
-                self._sources[index] = self._units[index].entries_present()
-            sources = self._sources.get(index, {})
+            unit, is_apart = part.unit, self._waits_apart(part.unit)
+            if part.is_first and unit in self._receiving and not is_apart:
+                self._sources[unit] = self._units[unit].entries_present()
+            sources = self._sources.get(unit, {})
             for span, start in zip(part.spans, part.starts, strict=True):
-                self._fill(packed[start : start + len(span)], part.unit, span, sources)
-            if part.is_last and self._sources.pop(index, None) is not None and is_apart:
+                self._fill(packed[start : start + len(span)], unit, span, sources)
+            if part.is_last and self._sources.pop(unit, None) is not None and is_apart:
                 self._store.free_taken(sources)
 
     def _fill(self, out: torch.Tensor, unit: Unit, span: range, sources: Mapping[int, torch.Tensor]) -> None:
@@ -412,12 +411,12 @@ class GradientReducer:
         the last transfer."""
         rank = self._collectives.rank
         for part in bucket.parts:
-            if part.unit.index not in self._receiving:
+            if part.unit not in self._receiving:
                 continue
-            each = self._units[part.unit.index]
+            each = self._units[part.unit]
             if part.is_first:
                 each.squares = {}  # drop the squares of an earlier sum
-            adds, divisor = part.unit.index in self._adding, self._reduction.after
+            adds, divisor = part.unit in self._adding, self._reduction.after
             spans = list(zip(part.spans, part.starts, strict=True))
             for owner, (span, start) in enumerate(spans) if self._reduction.gathers else [(rank, spans[rank])]:
                 done = self._store.receive(
@@ -536,54 +535,53 @@ class UnitUses:
 
     def __init__(self) -> None:
         self._numbers = count()
-        self._marks: dict[int, WeakSet[UseMark]] = {}
-        """Unit index -> the marks of its uses in graphs that still exist."""
-        self._unmarked: set[int] = set()
-        """Indices of units that were used since the last step() without a mark."""
+        self._marks: dict[Unit, WeakSet[UseMark]] = {}
+        """Unit -> the marks of its uses in graphs that still exist."""
+        self._unmarked: set[Unit] = set()
+        """Units that were used since the last step() without a mark."""
         self._front = NO_MARK
         """The number of the earliest mark that the running backward has met."""
-        self._seen: dict[int, set[int]] = {}
-        """Unit index -> indices of its parameters that ever had a gradient."""
+        self._seen: dict[Unit, set[int]] = {}
+        """Unit -> indices of its parameters that ever had a gradient."""
 
     def note(self, units: Iterable[Unit], inputs: Sequence[Any], on_met: Callable[[UseMark], None]) -> None:
         """Record that the forward of a module that owns `units` begins, and put a mark on one of its arguments
         `inputs`. A backward that reaches the mark calls `on_met`."""
-        indices = [unit.index for unit in units]
         # an input that autograd has computed: hooks of leaves do not run in the order of forward
         marked = next((each for each in inputs if isinstance(each, torch.Tensor) and each.grad_fn is not None), None)
         if marked is not None:
             mark = UseMark(next(self._numbers), on_met)
             marked.register_hook(mark)  # type: ignore[no-untyped-call]
-            for index in indices:
-                self._marks.setdefault(index, WeakSet()).add(mark)
+            for unit in units:
+                self._marks.setdefault(unit, WeakSet()).add(mark)
         else:
-            self._unmarked.update(indices)
+            self._unmarked.update(units)
 
     def meet(self, mark: UseMark) -> None:
         """Record that a backward has reached a mark."""
         mark.is_met = True
         self._front = min(self._front, mark.number)
 
-    def is_expected(self, index: int) -> bool:
+    def is_expected(self, unit: Unit) -> bool:
         """Return whether a backward may bring gradients of the unit."""
-        return bool(self._marks.get(index)) or index in self._unmarked
+        return bool(self._marks.get(unit)) or unit in self._unmarked
 
     def is_complete(self, each: UnitGradients) -> bool:
         """Return whether the running backward brings no more gradients of the unit on this rank."""
-        index = each.unit.index
-        if not self.is_expected(index) or len(each.arrived) == len(each.unit.entries):
+        unit = each.unit
+        if not self.is_expected(unit) or len(each.arrived) == len(unit.entries):
             return True
-        marks = list(self._marks.get(index, ()))  # a copy: garbage collection may end graphs at any time
-        if marks and index not in self._unmarked:
+        marks = list(self._marks.get(unit, ()))  # a copy: garbage collection may end graphs at any time
+        if marks and unit not in self._unmarked:
             last = max(mark.number for mark in marks)
             return last >= self._front and all(mark.is_met or mark.number > self._front for mark in marks)
-        expected = self._seen.get(index)
+        expected = self._seen.get(unit)
         return expected is not None and expected <= each.arrived
 
     def end_backward(self, units: Iterable[UnitGradients]) -> None:
         for each in units:
             if each.arrived:
-                self._seen.setdefault(each.unit.index, set()).update(each.arrived)
+                self._seen.setdefault(each.unit, set()).update(each.arrived)
         self._front = NO_MARK
 
     def end_step(self) -> None:
@@ -611,45 +609,45 @@ class UseOrder:
     the end of backward."""
 
     def __init__(self) -> None:
-        self._left: Counter[int] = Counter()
-        """Unit index -> uses in forward that no backward has repeated. Has a key for each unit used since the last
+        self._left: Counter[Unit] = Counter()
+        """Unit -> uses in forward that no backward has repeated. Has a key for each unit used since the last
         step()."""
-        self._awaited: deque[int] = deque()
-        """Indices of units that this backward reduces and has not passed, in the order of buckets."""
-        self._used: set[int] = set()
-        """Indices of units that this backward has used."""
+        self._awaited: deque[Unit] = deque()
+        """Units that this backward reduces and has not passed, in the order of buckets."""
+        self._used: set[Unit] = set()
+        """Units that this backward has used."""
 
-    def note_forward(self, index: int) -> None:
+    def note_forward(self, unit: Unit) -> None:
         """Record that a forward begins to use the unit. Called for a forward that autograd records or recomputes."""
-        self._left[index] += 1
+        self._left[unit] += 1
 
-    def is_expected(self, index: int) -> bool:
+    def is_expected(self, unit: Unit) -> bool:
         """Return whether a backward may bring gradients of the unit."""
-        return index in self._left
+        return unit in self._left
 
-    def begin_backward(self, units: Iterable[int]) -> None:
+    def begin_backward(self, units: Iterable[Unit]) -> None:
         """Begin a backward that reduces `units`, in the order of buckets."""
         self._awaited = deque(units)
         self._used.clear()
 
-    def note_backward(self, index: int) -> None:
+    def note_backward(self, unit: Unit) -> None:
         """Record that the backward begins to use the unit."""
-        if self._left[index]:
-            self._left[index] -= 1
-        self._used.add(index)
+        if self._left[unit]:
+            self._left[unit] -= 1
+        self._used.add(unit)
         num_passed = 0
         for number, awaited in enumerate(self._awaited, start=1):
             if awaited not in self._used:
                 continue
-            if awaited == index or self._left[awaited]:
+            if awaited is unit or self._left[awaited]:
                 break
             num_passed = number
         for _ in range(num_passed):
             self._awaited.popleft()
 
-    def is_awaited(self, index: int) -> bool:
+    def is_awaited(self, unit: Unit) -> bool:
         """Return whether this backward reduces the unit and has not passed it yet."""
-        return index in self._awaited
+        return unit in self._awaited
 
     def end_step(self) -> None:
         self._left.clear()

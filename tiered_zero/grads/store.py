@@ -15,10 +15,11 @@ from torch.autograd.graph import get_gradient_edge
 
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.errors import ModelError
-from tiered_zero.grads.check import GradNorm, Norm, OverflowGuard, span_squares
+from tiered_zero.grads.check import Norm, OverflowGuard, span_squares
 from tiered_zero.grads.gradient import Arrival, InFlightGradients, UnitGradients
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import FlatEntry, ParamSpec, Unit
+from tiered_zero.native.norms import GradNorm
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.tiers.step_gradients import StepGradients
 from tiered_zero.tiers.tier import Inventory
@@ -66,8 +67,8 @@ class GradientStore:
     ) -> None:
         """`params`: trainable parameter -> its unit and its place there. `overflow`: has the loss scale, by
         which gradients at their homes are multiplied."""
-        self._units = {gradients.unit.index: gradients for gradients in units}
-        self._places = {param: (self._units[unit.index], entry) for param, (unit, entry) in params.items()}
+        self._units = {gradients.unit: gradients for gradients in units}
+        self._places = {param: (self._units[unit], entry) for param, (unit, entry) in params.items()}
         """Parameter -> its unit's gradients and its place in the unit. Parameters without elements are not in it."""
         self._storages = {storage for each in self._units.values() for storage in each.storages()}
         """The identities of the memory of all homes, to recognize views of them."""
@@ -280,15 +281,15 @@ class GradientStore:
     def freeze(self, unit: Unit, into: StepGradients) -> None:
         """Pass a unit's gradients to `into`, for an update that begins in backward. A further gradient of the unit in
         this step raises ModelError."""
-        gradients = self._units[unit.index]
+        gradients = self._units[unit]
         self.store_shown(gradients)
         gradients.expire_views()
-        into.shares[unit.index] = gradients.share()
+        into.shares[unit] = gradients.share()
         gradients.frozen = True
 
     def keep(self, unit: Unit) -> None:
         """If a unit's gradients rest on NVMe, keep them in host memory until the running update has read them."""
-        if (flat := self._units[unit.index].paged) is not None:
+        if (flat := self._units[unit].paged) is not None:
             self._accelerator.lane("reduce").submit(partial(flat.windows.keep, flat), waits=False)
 
     def detach_step(self) -> StepGradients:
@@ -296,7 +297,7 @@ class GradientStore:
         gradients."""
         step = StepGradients()
         for gradients in self._units.values():
-            step.shares[gradients.unit.index] = gradients.share()
+            step.shares[gradients.unit] = gradients.share()
             gradients.clear()
             # without a spare flat, the next gradient waits for the update
             if gradients.spare is not None or gradients.paged_spare is not None:

@@ -48,9 +48,9 @@ class Bucket:
         return range(self.bounds[rank], self.bounds[rank + 1])
 
     @cached_property
-    def units(self) -> frozenset[int]:
-        """The indices of the units in the bucket."""
-        return frozenset(part.unit.index for part in self.parts)
+    def units(self) -> frozenset[Unit]:
+        """The units in the bucket."""
+        return frozenset(part.unit for part in self.parts)
 
     def nbytes(self, itemsize: int) -> int:
         """Return the bytes of the bucket and of the buffer behind it, which receives other ranks' rows."""

@@ -86,10 +86,10 @@ class FlatEntry:
         return self.start + self.param.numel
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Unit:
     """Parameters that move together, as one 1-D tensor, the flat. They agree in `dtype`, `trainable` and `persistent`
-    (whether they never leave the device).
+    (whether they never leave the device). A unit equals only itself, so it can be a key.
 
     `module`: the name of the module whose forward uses the unit; "" is the root. `bounds`: rank r owns elements
     `bounds[r]` to `bounds[r + 1]` of the flat. Padding is zero.

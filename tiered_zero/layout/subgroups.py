@@ -108,9 +108,10 @@ class Segment:
         return cast("Memory", cast("Any", flat)[self.unit_start : self.unit_start + self.numel])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SubGroup:
-    """Segments that the optimizer steps at once. `embedding`: see `apart` in `cut_subgroups`."""
+    """Segments that the optimizer steps at once. A sub-group equals only itself, so it can be a key. `embedding`: see
+    `apart` in `cut_subgroups`."""
 
     index: int
     segments: tuple[Segment, ...]
@@ -128,7 +129,7 @@ class SubGroup:
     @cached_property
     def units(self) -> tuple[Unit, ...]:
         """The units with elements in the sub-group, each once."""
-        return tuple({segment.unit.index: segment.unit for segment in self.segments}.values())
+        return tuple(dict.fromkeys(segment.unit for segment in self.segments))
 
     @cached_property
     def pieces(self) -> tuple[ParamPiece, ...]:

@@ -85,28 +85,28 @@ class GradientSource(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class StepGradients(GradientSource):
-    """The gradients of one step of an engine. `shares`: unit index -> the unit's gradients. The driver thread adds a
-    unit before the update reads it."""
+    """The gradients of one step of an engine. `shares`: unit -> its gradients. The driver thread adds a unit
+    before the update reads it."""
 
-    shares: dict[int, UnitShare] = field(default_factory=dict)
+    shares: dict[Unit, UnitShare] = field(default_factory=dict)
 
     def part(self, segment: Segment) -> torch.Tensor:
-        share = self.shares[segment.unit.index]
+        share = self.shares[segment.unit]
         return share.flat[segment.unit_start - share.start :][: segment.numel]
 
     def on_device(self, unit: Unit) -> bool:
-        return self.shares[unit.index].on_device
+        return self.shares[unit].on_device
 
     def has(self, unit: Unit, param: ParamSpec) -> bool:
-        share = self.shares.get(unit.index)
+        share = self.shares.get(unit)
         return share is not None and param.index in share.present
 
     def has_arrived(self, unit: Unit) -> bool:
-        last = self.shares[unit.index].last
+        last = self.shares[unit].last
         return last is None or last.done()
 
     def wait_transfers(self, unit: Unit) -> None:
-        last = self.shares[unit.index].last
+        last = self.shares[unit].last
         if last is None:
             return
         with ExitStack() as stack:
@@ -116,14 +116,14 @@ class StepGradients(GradientSource):
             last.wait()
 
     def read_part(self, segment: Segment, out: torch.Tensor) -> Transfer | None:
-        share = self.shares.get(segment.unit.index)
+        share = self.shares.get(segment.unit)
         if share is None or share.paged is None:
             return None
         offset = (segment.unit_start - share.start) * share.paged.dtype.itemsize
         return share.paged.windows.read(share.paged, offset, out)
 
     def release(self, unit: Unit) -> None:
-        share = self.shares.get(unit.index)
+        share = self.shares.get(unit)
         if share is not None and share.paged is not None:
             share.paged.windows.drop(share.paged)
 
@@ -134,8 +134,8 @@ class StepGradients(GradientSource):
 
     def fill(self, later: StepGradients) -> None:
         """Add the units of `later` that are missing here."""
-        for index, share in later.shares.items():
-            self.shares.setdefault(index, share)
+        for unit, share in later.shares.items():
+            self.shares.setdefault(unit, share)
 
 
 @final

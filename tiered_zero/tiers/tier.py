@@ -313,32 +313,31 @@ class Inventory:
     own storage. The driver thread changes the table; the update thread reads it."""
 
     def __init__(self) -> None:
-        self._homes: dict[tuple[type, int, str], Home] = {}
-        self._last_updates: dict[int, UnitUpdate] = {}
+        self._homes: dict[tuple[Owner, str], Home] = {}
+        self._last_updates: dict[Unit, UnitUpdate] = {}
 
     def place(self, owner: Owner, kind: str, home: Home) -> None:
-        key = (type(owner), owner.index, kind)
-        assert key not in self._homes, f"{key} has a home already"
-        self._homes[key] = home
+        assert (owner, kind) not in self._homes, f"{kind} of {owner} has a home already"
+        self._homes[owner, kind] = home
 
     def find(self, owner: Owner, kind: str) -> Home | None:
-        return self._homes.get((type(owner), owner.index, kind))
+        return self._homes.get((owner, kind))
 
     def home(self, owner: Owner, kind: str) -> Home:
-        home = self._homes.get((type(owner), owner.index, kind))
+        home = self._homes.get((owner, kind))
         assert home is not None, f"nothing rests as {kind} of {owner}"
         return home
 
     def move(self, homes: Mapping[tuple[Owner, str], Home]) -> None:
         """Set new homes. `homes`: (owner, kind) -> its home from now on."""
-        self._homes.update({(type(owner), owner.index, kind): home for (owner, kind), home in homes.items()})
+        self._homes.update(homes)
 
     def set_last_update(self, unit: Unit, unit_update: UnitUpdate) -> None:
         """Set the unit's last update, for which the next use of the unit waits."""
-        self._last_updates[unit.index] = unit_update
+        self._last_updates[unit] = unit_update
 
     def last_update(self, unit: Unit) -> UnitUpdate | None:
-        return self._last_updates.get(unit.index)
+        return self._last_updates.get(unit)
 
 
 # -- plain tensors, to and from slots ----------------------------------------------------------------------------------

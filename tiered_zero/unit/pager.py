@@ -120,7 +120,7 @@ class Pager:
 
     def store(self, unit: Unit, flat: torch.Tensor) -> None:
         """Write `flat`, [P] on the CPU, as the first values of a unit, to the device or to the unit's home."""
-        paged = self.units.by_index[unit.index]
+        paged = self.units.by_unit[unit]
         if not paged.is_resident:
             self.offloaded_params.store(unit, flat)
             return
@@ -215,7 +215,7 @@ class Pager:
         if units:
             frame.pass_name = self.phase.pass_name
         for unit in units:
-            paged = self.units.by_index[unit.index]
+            paged = self.units.by_unit[unit]
             self._acquire(paged, frame.pass_name)
             frame.held.append(paged)
         if not torch.is_grad_enabled() and torch.is_autocast_cache_enabled():  # [Note: Casts of weights]
@@ -318,10 +318,10 @@ class Pager:
         tier = self._inventory.home(paged.unit, "param").tier.name
         raise offloaded_error(function, name, tier, paged.unit.dtype, self._accelerator.device)
 
-    def _fault_in_saved(self, unit_index: int, version: int | None) -> FlatStorage:
+    def _fault_in_saved(self, unit: Unit, version: int | None) -> FlatStorage:
         """Fetch a unit for a saved view, and return its storage. `version`: the unit's version when the view was saved;
         None: any. Raises ModelError if the unit's weights have changed since."""
-        paged = self.units.by_index[unit_index]
+        paged = self.units.by_unit[unit]
         if torch._C._current_graph_task_id() != self.phase.task:
             paged.events.notice_backward()
         if paged.weights is not WeightState.UPDATING and version not in (None, paged.version):
@@ -338,12 +338,12 @@ class Pager:
     @runs_outside_modes
     def finish_gradients(self, unit: Unit) -> None:
         """Guard or evict a unit that backward holds, once all its gradients have arrived."""
-        self.cache.retire(self.units.by_index[unit.index])
+        self.cache.retire(self.units.by_unit[unit])
 
     @runs_outside_modes
     def end_pass(self) -> None:
         """Guard or evict every unit without users, after a forward or backward has ended or failed."""
-        for paged in self.units.by_index.values():
+        for paged in self.units.by_unit.values():
             if paged.state is UnitState.IN_USE and not paged.num_users:
                 self.cache.retire(paged)
 
@@ -352,7 +352,7 @@ class Pager:
     def invalidate(self) -> None:
         """Begin a change of all trainable units: evict paged units; resident ones are changed where they are. Raises
         ModelError if a paged unit is in use, or if user code has changed parameters but not their homes."""
-        for paged in self.units.by_index.values():
+        for paged in self.units.by_unit.values():
             if paged.unit.trainable:
                 self._invalidate(paged)
         self.cache.refuse()
@@ -384,7 +384,7 @@ class Pager:
 
     def end_update(self) -> None:
         """Begin to watch resident units in use for changes by user code, after an update has changed them."""
-        for paged in self.units.by_index.values():
+        for paged in self.units.by_unit.values():
             if paged.is_resident and paged.state is UnitState.IN_USE:
                 paged.storage.begin_watch()
 
@@ -422,7 +422,7 @@ class Pager:
     def block_unit_for_update(self, unit: Unit) -> bool:
         """Make every use of a unit raise until step() is called, because its update begins in backward. Return False,
         with nothing changed, if the unit is in use or other code holds a view of it."""
-        paged = self.units.by_index[unit.index]
+        paged = self.units.by_unit[unit]
         if paged.storage.is_viewed or (paged.num_users and not paged.is_resident):
             return False
         if paged.is_resident:
@@ -475,10 +475,10 @@ class Pager:
     # -- user code -----------------------------------------------------------------------------------------------------
 
     def storage(self, unit: Unit) -> FlatStorage:
-        return self.units.by_index[unit.index].storage
+        return self.units.by_unit[unit].storage
 
     def is_resident(self, unit: Unit) -> bool:
-        return self.units.by_index[unit.index].is_resident
+        return self.units.by_unit[unit].is_resident
 
     @runs_outside_modes
     def watch(self, param: nn.Parameter) -> None:

@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tiered_zero.errors import ModelError, TieredZeroError
 from tiered_zero.hardware.device.accelerator import runs_outside_modes
+from tiered_zero.layout.flat import Unit
 from tiered_zero.unit.guard import ClosedEngine
 from tiered_zero.unit.unit import FlatStorage, UnitState, UnitTable
 
@@ -33,7 +34,7 @@ class SavedView:
     `version`: the unit's version. `counter`: the parameter's version counter. Both are None inside of
     torch.utils.checkpoint, which recomputes with current weights."""
 
-    unit_index: int
+    unit: Unit
     version: int | None
     counter: int | None
     size: tuple[int, ...]
@@ -95,10 +96,10 @@ class SavedViews:
     def __init__(
         self,
         units: UnitTable,
-        fault_in_saved: Callable[[int, int | None], FlatStorage],
+        fault_in_saved: Callable[[Unit, int | None], FlatStorage],
         mover: TensorMover | None = None,
     ) -> None:
-        """`fault_in_saved(unit_index, version)`: fetches a unit for the running backward and returns its storage.
+        """`fault_in_saved(unit, version)`: fetches a unit for the running backward and returns its storage.
         `mover`: gets saved tensors that are no views of a unit, unless other hooks are set; None: they stay on the
         device."""
         self._units = units
@@ -144,7 +145,7 @@ class SavedViews:
 
     @runs_outside_modes
     def _check_converted(self) -> None:
-        for paged in self._units.by_index.values():
+        for paged in self._units.by_unit.values():
             if paged.is_resident and paged.state is UnitState.IN_USE:
                 paged.storage.check_converted()
 
@@ -182,7 +183,7 @@ class SavedViews:
                 return tensor if keeps_no_node else tensor.detach(), tensor._version
             size, stride, offset = tuple(inner.size()), inner.stride(), int(inner.storage_offset())
             saved = SavedView(
-                unit_index=paged.unit.index,
+                unit=paged.unit,
                 version=paged.version,
                 counter=paged.storage.param_at(offset * inner.itemsize)._version,
                 size=size,
@@ -263,7 +264,7 @@ class SavedViews:
 
     @runs_outside_modes
     def _unpack_view(self, saved: SavedView) -> torch.Tensor:
-        storage = self._fault_in_saved(saved.unit_index, saved.version)
+        storage = self._fault_in_saved(saved.unit, saved.version)
         view = storage.view(saved.size, saved.stride, saved.offset, saved.dtype)
         with torch._C.DisableTorchFunctionSubclass():
             counter = storage.param_at(saved.offset * view.itemsize)._version
@@ -285,17 +286,16 @@ class _ClosedUnits:
     """Serves graphs that outlive their engine: holds the units that were resident."""
 
     def __init__(self, units: UnitTable) -> None:
-        self._names = {paged.unit.index: paged.unit.name for paged in units}
-        self._resident = {paged.unit.index: (paged.storage, paged.version) for paged in units if paged.is_resident}
+        self._resident = {paged.unit: (paged.storage, paged.version) for paged in units if paged.is_resident}
 
-    def __call__(self, unit_index: int, version: int | None) -> FlatStorage:
+    def __call__(self, unit: Unit, version: int | None) -> FlatStorage:
         """Return the storage of a unit that was resident. Raises ParameterOffloadedError for any other unit, and
         ModelError if its weights have changed since `version`."""
-        if unit_index not in self._resident:
-            ClosedEngine(self._names[unit_index]).fault_in((), "This call")
-        storage, current = self._resident[unit_index]
+        if unit not in self._resident:
+            ClosedEngine(unit.name).fault_in((), "This call")
+        storage, current = self._resident[unit]
         if version not in (None, current):
-            raise changed_weights(self._names[unit_index])
+            raise changed_weights(unit.name)
         return storage
 
 

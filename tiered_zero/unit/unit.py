@@ -501,14 +501,14 @@ def _describe(state: State) -> str:
 
 @dataclass(eq=False, kw_only=True)
 class UnitTable:
-    """Every unit of a model, by index, by parameter and by the identity of its storage."""
+    """Every unit of a model, by parameter and by the identity of its storage too."""
 
-    by_index: dict[int, PagedUnit] = field(default_factory=dict)
+    by_unit: dict[Unit, PagedUnit] = field(default_factory=dict)
     by_param: dict[nn.Parameter, PagedUnit] = field(default_factory=dict)
     by_storage: dict[int, PagedUnit] = field(default_factory=dict)
 
     def add(self, paged: PagedUnit) -> None:
-        self.by_index[paged.unit.index] = paged
+        self.by_unit[paged.unit] = paged
         self.by_storage[paged.storage.key] = paged
         self.by_param.update(dict.fromkeys(paged.params, paged))
 
@@ -516,4 +516,4 @@ class UnitTable:
         self.by_storage = {paged.storage.key: paged for paged in self}
 
     def __iter__(self) -> Iterator[PagedUnit]:
-        return iter(self.by_index.values())
+        return iter(self.by_unit.values())

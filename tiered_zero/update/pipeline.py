@@ -56,8 +56,8 @@ class UpdateJob:
     ) -> None:
         self.gradients, self.groups, self.after = gradients, groups, after
         self.grad_scale, self.param_kind, self.on_device = grad_scale, param_kind, on_device
-        self.unit_updates: dict[int, UnitUpdate] = {}
-        """Unit index -> the `UnitUpdate` to complete. The driver thread adds units before `finish`."""
+        self.unit_updates: dict[Unit, UnitUpdate] = {}
+        """Unit -> the `UnitUpdate` to complete. The driver thread adds units before `finish`."""
         self.after_of: dict[int, Transfer] = {}
         """Index of a sub-group that was ready -> its parameters on the device are written after this transfer, because
         earlier work of compute may read them."""
@@ -67,14 +67,14 @@ class UpdateJob:
         self.written: deque[SubGroupWork] = deque()
         """The sub-groups being read, and those being written."""
         self._layouts = layouts
-        self._layouts_of: dict[int, list[StateLayout]] = {}
-        """Unit index -> the sub-groups that hold a part of the unit."""
+        self._layouts_of: dict[Unit, list[StateLayout]] = {}
+        """Unit -> the sub-groups that hold a part of it."""
         for layout in layouts:
             for unit in layout.subgroup.units:
-                self._layouts_of.setdefault(unit.index, []).append(layout)
-        self._num_uncomputed = {index: len(own) for index, own in self._layouts_of.items()}
+                self._layouts_of.setdefault(unit, []).append(layout)
+        self._num_uncomputed = {unit: len(own) for unit, own in self._layouts_of.items()}
         self._num_unwritten = dict(self._num_uncomputed)
-        """Unit index -> the number of its sub-groups that are not computed, and of those that are not written."""
+        """Unit -> the number of its sub-groups that are not computed, and of those that are not written."""
         self._changed = threading.Condition()
         self._ready: dict[int, StateLayout] = {}
         """Index of a ready sub-group -> its layout, in the order in which sub-groups became ready."""
@@ -84,34 +84,34 @@ class UpdateJob:
     # -- the driver thread ---------------------------------------------------------------------------------------------
 
     @cached_property
-    def _waits_for(self) -> dict[int, set[int]]:
+    def _waits_for(self) -> dict[int, set[Unit]]:
         """Index of a sub-group -> its units that were not added."""
-        return {own.subgroup.index: {unit.index for unit in own.subgroup.units} for own in self._layouts}
+        return {own.subgroup.index: set(own.subgroup.units) for own in self._layouts}
 
     def updates(self, unit: Unit) -> bool:
         """Return whether the update has a sub-group with a part of the unit."""
-        return unit.index in self._layouts_of
+        return unit in self._layouts_of
 
     def add_unit(self, unit: Unit, after: Transfer) -> list[Unit]:
         """Add a unit with complete gradients: its sub-groups that wait for no other unit are ready. Return the units
         whose sub-groups are all ready by that. `after`: ends when compute no longer reads the unit's parameters."""
         done: list[Unit] = []
-        for layout in self._layouts_of[unit.index]:
+        for layout in self._layouts_of[unit]:
             waits_for = self._waits_for[layout.subgroup.index]
-            waits_for.discard(unit.index)
+            waits_for.discard(unit)
             if waits_for or layout.subgroup.index in self.after_of:
                 continue
             self._add(layout, after)
             for own in layout.subgroup.units:
-                if all(other.subgroup.index in self.after_of for other in self._layouts_of[own.index]):
+                if all(other.subgroup.index in self.after_of for other in self._layouts_of[own]):
                     done.append(own)
         return done
 
     def finish(self, after: Transfer) -> None:
         """Make the remaining sub-groups with a gradient ready, and skip the others. Complete the updates of units
         without a sub-group here. `after`: ends when all work that compute has launched so far is done."""
-        for index, unit_update in self.unit_updates.items():
-            if index not in self._layouts_of:
+        for unit, unit_update in self.unit_updates.items():
+            if unit not in self._layouts_of:
                 unit_update.complete()
         skipped: list[StateLayout] = []
         for layout in self._layouts:
@@ -204,19 +204,19 @@ class UpdateJob:
 
     def count_computed(self, subgroup: SubGroup) -> None:
         for unit in subgroup.units:
-            self._num_uncomputed[unit.index] -= 1
-            if self._num_uncomputed[unit.index]:
+            self._num_uncomputed[unit] -= 1
+            if self._num_uncomputed[unit]:
                 continue
             if not self.on_device:  # the job for the other tiers runs last and releases them
                 self.gradients.release(unit)
-            if unit.index in self.unit_updates:
-                self.unit_updates[unit.index].computed.complete()
+            if unit in self.unit_updates:
+                self.unit_updates[unit].computed.complete()
 
     def count_written(self, subgroup: SubGroup) -> None:
         for unit in subgroup.units:
-            self._num_unwritten[unit.index] -= 1
-            if not self._num_unwritten[unit.index] and unit.index in self.unit_updates:
-                self.unit_updates[unit.index].complete()
+            self._num_unwritten[unit] -= 1
+            if not self._num_unwritten[unit] and unit in self.unit_updates:
+                self.unit_updates[unit].complete()
 
     def fail(self, error: BaseException) -> None:
         """Make every wait for the update of a unit that is not written yet raise `error`."""
@@ -239,9 +239,9 @@ class UpdatePipeline:
         view: StateView,
         runtime: Runtime,
         params: ParameterSink,
-        gradient_dtypes: Mapping[int, torch.dtype] | None = None,
+        gradient_dtypes: Mapping[Unit, torch.dtype] | None = None,
     ) -> None:
-        """`gradient_dtypes`: index of a unit with gradients on NVMe -> their dtype."""
+        """`gradient_dtypes`: unit with gradients on NVMe -> their dtype."""
         self.view = view
         self._rule = view.rule
         self.runtime = runtime
@@ -408,7 +408,7 @@ class UpdatePipeline:
         memory are copied there for the block."""
         segments = work.layout.subgroup.segments
         grads = [
-            gradients.part(segment) if window is None else window.view(self._gradient_dtypes[segment.unit.index])
+            gradients.part(segment) if window is None else window.view(self._gradient_dtypes[segment.unit])
             for segment, window in zip(segments, work.grad_windows, strict=True)
         ]
         if not work.on_device or not (

@@ -188,7 +188,7 @@ class UpdatePolicy(ABC):
         gradients: GradientSource,
         grad_scale: float,
         param_kind: str = "param",
-        unit_updates: Mapping[int, UnitUpdate] | None = None,
+        unit_updates: Mapping[Unit, UnitUpdate] | None = None,
     ) -> UpdateJob:
         """Make a job that updates every sub-group with a gradient."""
         groups, after = self._pipeline.freeze_groups(), self._pipeline.runtime.accelerator.record_compute()
@@ -239,13 +239,13 @@ class BarrierPolicy(UpdatePolicy):
         self.num_applied += 1
         runtime = self._pipeline.runtime
         changed = [u for u in units if any(gradients.has(u, entry.param) for entry in u.entries)]
-        updates = {unit.index: UnitUpdate() for unit in changed}
+        updates = {unit: UnitUpdate() for unit in changed}
         job = self._job(gradients, grad_scale, unit_updates=updates)
         update = runtime.accelerator.lane("update").submit(partial(self._pipeline.step, job), after=[job.after])
         try:
             for unit in changed:
                 with runtime.recorder.span("compute", "wait_update", unit.name):
-                    updates[unit.index].written.wait()
+                    updates[unit].written.wait()
                 written(unit)
         finally:
             update.wait()  # raises the original error, ahead of the unit's
@@ -288,7 +288,7 @@ class OverlappedPolicy(UpdatePolicy):
         super().__init__(pipeline, pager)
         self._inventory = self.view.inventory
         segments = [segment for layout in self.view.layouts for segment in layout.subgroup.segments]
-        self._units = list({segment.unit.index: segment.unit for segment in segments}.values())
+        self._units = list(dict.fromkeys(segment.unit for segment in segments))
         self._runtime = pipeline.runtime
         self.pager = pager
         self._freeze, self._keep = freeze, keep
@@ -331,7 +331,7 @@ class OverlappedPolicy(UpdatePolicy):
         after = self._runtime.accelerator.record_compute()
         if (job := self._open) is not None:
             for unit in self._units:
-                if unit.index not in job.unit_updates:  # its gradients were not complete in backward
+                if unit not in job.unit_updates:  # its gradients were not complete in backward
                     self._add_unit_update(unit, job)
             self._frozen.fill(gradients)
             job.finish(after)
@@ -429,7 +429,7 @@ class OverlappedPolicy(UpdatePolicy):
             self._finish()
 
     def _add_unit_update(self, unit: Unit, job: UpdateJob) -> None:
-        unit_update = job.unit_updates[unit.index] = UnitUpdate()
+        unit_update = job.unit_updates[unit] = UnitUpdate()
         self._inventory.set_last_update(unit, unit_update)
         if (error := self.failures.error) is not None:  # the job failed before it could see this update
             unit_update.fail(error)

@@ -129,13 +129,13 @@ class SubGroupWork:
 class SubGroupIO:
     """Reads sub-groups to where they are updated, and writes the results to their homes. Used by one thread at a time.
     A staging buffer holds what is staged of one sub-group, in this order: state, parameters, gradients.
-    `_gradient_dtypes`: index of a unit with gradients on NVMe -> their dtype."""
+    `_gradient_dtypes`: unit with gradients on NVMe -> their dtype."""
 
     _inventory: Inventory
     _runtime: Runtime
     _staging: StagingPool | None
     _params: ParameterSink
-    _gradient_dtypes: Mapping[int, torch.dtype] = field(default_factory=dict)
+    _gradient_dtypes: Mapping[Unit, torch.dtype] = field(default_factory=dict)
 
     @property
     def num_free(self) -> int:
@@ -175,7 +175,7 @@ class SubGroupIO:
             is_staged = with_params and self._params.view(segment, param_kind, on_device=on_device) is None
             sizes.append(segment.nbytes if is_staged else 0)
         for segment in segments:
-            dtype = self._gradient_dtypes.get(segment.unit.index) if with_gradients else None
+            dtype = self._gradient_dtypes.get(segment.unit) if with_gradients else None
             sizes.append(0 if dtype is None else segment.numel * dtype.itemsize)
         lease: Lease | None = None
         if any(sizes):
@@ -244,12 +244,12 @@ class SubGroupIO:
     def write(
         self,
         work: SubGroupWork,
-        unit_updates: Mapping[int, UnitUpdate],
+        unit_updates: Mapping[Unit, UnitUpdate],
         after: Transfer,
         *,
         masters_alone: bool = False,
     ) -> None:
-        """Start to write state and parameters. `unit_updates`: unit index -> the update from which readers get staged
+        """Start to write state and parameters. `unit_updates`: unit -> the update from which readers get staged
         parameters. `after`: parameters on the device are written after this transfer. `masters_alone`: whether the slot
         has only masters."""
         home, on_device = work.home, work.on_device
@@ -263,7 +263,7 @@ class SubGroupIO:
             self._runtime.accelerator.record().wait()
         for segment, window in zip(work.layout.subgroup.segments, work.windows, strict=True):
             if window is not None:
-                unit_update = unit_updates.get(segment.unit.index)
+                unit_update = unit_updates.get(segment.unit)
                 written, offset = self._params.write(segment, work.param_kind, window, after, unit_update)
                 work.writes.append(written)
                 if unit_update is not None and offset is not None:

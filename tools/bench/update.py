@@ -37,8 +37,8 @@ import numpy
 import torch
 
 import tiered_zero.native
-from tiered_zero.grads.check import GradNorm
 from tiered_zero.native import find_library
+from tiered_zero.native.norms import GradNorm
 from tiered_zero.native.update import Dtype, Hyper, UpdateKernel, supported_levels
 from tiered_zero.rules.native_rules import AdamRule, find_torch_root
 from tiered_zero.rules.rule import Run

@@ -34,9 +34,9 @@ from tiered_zero.checkpoint.tag import (
 from tiered_zero.checkpoint.tag_writer import LOCK_NAME, TagWriter
 from tiered_zero.engine.deepspeed_names import MISSING
 from tiered_zero.grads import check, gradient
-from tiered_zero.grads.check import GradCopy, GradNorm
 from tiered_zero.grads.gradient import InFlightGradients, UnitGradients
 from tiered_zero.grads.store import GradientStore
+from tiered_zero.native.norms import GradCopy, GradNorm
 from tiered_zero.record import data_files, files, manifest
 from tiered_zero.record import directory as swap_dir
 from tiered_zero.record import store as swap_store

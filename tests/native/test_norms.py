@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiered_zero.grads import check as check_module
-from tiered_zero.grads.check import GradCopy, GradNorm
+from tiered_zero.native import norms as norms_module
+from tiered_zero.native.norms import GradCopy, GradNorm
 from tiered_zero.native.update import UpdateKernel
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -63,7 +63,7 @@ def test_what_is_not_finite_shows(bad: float, dtype: torch.dtype, norms: GradNor
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_torchs_defaults_do_not_matter(device: str, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_module, "_fused_tails", {})
+    monkeypatch.setattr(norms_module, "_fused_tails", {})
     expected = torch.linalg.vector_norm(grad := torch.randn(1001))
     torch.set_default_dtype(torch.float64)
     try:
