@@ -75,9 +75,6 @@ class SlowTier(Tier):
         self.contents[name] = torch.zeros(nbytes, dtype=torch.uint8)
         return Slot(name=name, nbytes=nbytes, kind=kind)
 
-    def view(self, slot: Slot) -> None:
-        return None
-
     def read(self, slot: Slot, out: torch.Tensor, offset: int = 0) -> Transfer:
         return self._start("read", slot, out, self.contents[slot.name][offset : offset + out.numel()])
 

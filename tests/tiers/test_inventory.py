@@ -8,7 +8,7 @@ import torch
 from tests.support.tier_rig import make_runtime
 from tests.support.units import make_unit
 from tiered_zero.layout.subgroups import cut_subgroups
-from tiered_zero.tiers.tier import DeviceTier, Home, Inventory, UnitUpdate
+from tiered_zero.tiers.tier import DeviceTier, Home, Inventory, UnitUpdate, own_bytes
 
 
 def test_homes_are_found_by_owner_and_kind() -> None:
@@ -43,7 +43,7 @@ def test_a_home_holds_a_shard(rank: int) -> None:
     home = Home(tier, tier.reserve("0", unit.shard_nbytes, "param"), shard.start)
     assert home.elements(unit) == slice(shard.start, shard.stop) and unit.shard_nbytes == 4 * len(shard)
     flat = torch.arange(unit.numel, dtype=unit.dtype)
-    tier.view(home.slot).copy_(flat[shard.start : shard.stop].view(torch.uint8))
+    own_bytes(home.slot).copy_(flat[shard.start : shard.stop].view(torch.uint8))
     subgroups = cut_subgroups([unit], {"u0.p0": 0, "u0.p1": 0}, 1, elementwise=True, rank=rank)
     assert len(subgroups) > 1
     for segment in (segment for subgroup in subgroups for segment in subgroup.segments):

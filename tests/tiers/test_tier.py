@@ -130,7 +130,7 @@ def test_a_view_is_the_slot_itself_or_there_is_none(rig: Rig) -> None:
     slot = rig.tier.reserve("a", 2 * PAGE_NBYTES, "state")
     data = random_bytes(2 * PAGE_NBYTES)
     write(rig, slot, data)
-    view = rig.tier.view(slot)
+    view = slot.tensor
     assert (view is None) == (rig.tier.name == "nvme")
     if view is not None:
         assert view.dtype == torch.uint8 and torch.equal(view, data)

@@ -205,7 +205,7 @@ class World:
                 assert torch.equal(moment, self.moments[unit.index][first : first + moment.numel()])
         for unit in self.units:
             home = self.inventory.home(unit, "param")
-            raw = self.tier.contents[home.slot.name] if home.tier is self.tier else home.tier.view(home.slot)
+            raw = self.tier.contents[home.slot.name] if home.tier is self.tier else home.slot.tensor
             assert raw is not None
             flat = raw[: unit.nbytes].view(unit.dtype)
             for entry in unit.entries:

@@ -23,7 +23,7 @@ from tiered_zero.plan.activations import ActivationPlan
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
 from tiered_zero.system import map_memory
 from tiered_zero.tiers.nvme import NvmeTier
-from tiered_zero.tiers.tier import HostTier
+from tiered_zero.tiers.tier import HostTier, own_bytes
 
 LANE = "activations"
 MAX_HOLES_NBYTES = 64 * MIB
@@ -70,7 +70,7 @@ class HostPlace:
     waits = False
 
     def __init__(self, tier: HostTier, nbytes: int, runtime: Runtime) -> None:
-        self._memory = tier.view(tier.reserve("activation", nbytes, "activation"))
+        self._memory = own_bytes(tier.reserve("activation", nbytes, "activation"))
         self._accelerator = runtime.accelerator
 
     def write(self, at: int, source: torch.Tensor) -> None:

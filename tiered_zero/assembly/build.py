@@ -52,7 +52,7 @@ from tiered_zero.telemetry.runlog import RunHeader, RunObserver
 from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.rack import TierRack
 from tiered_zero.tiers.step_gradients import FlatWindows
-from tiered_zero.tiers.tier import Home
+from tiered_zero.tiers.tier import Home, own_bytes
 from tiered_zero.unit.hooks import ModuleHooks
 from tiered_zero.unit.materialize import Materializer, UnitPlacer, materialize_model
 from tiered_zero.unit.offloaded import OffloadedParams
@@ -386,7 +386,7 @@ def _make_gradients(
     size = plan.staging.buckets
     tier = tiers.device if plan.staging.bucket_tier == "device" else tiers.host
     slots = [tier.reserve(f"bucket/{index}", size.nbytes, "bucket") for index in range(size.count)]
-    memory = [tier.view(slot)[: size.nbytes] for slot in slots]
+    memory = [own_bytes(slot)[: size.nbytes] for slot in slots]
     buckets = cut_buckets(trainable, request.world_size, request.bucket_numel)
     reduction = _make_reduction(run_spec.config, request, buckets, on_device=len(on_device) == len(trainable))
     return store, GradientReducer(store, units, runtime, memory, reduction)
@@ -509,7 +509,7 @@ def _make_copies(run_spec: RunSpec, homes: dict[int, Home], state: RunState) -> 
 
     def flat(unit: Unit) -> torch.Tensor:
         home = state.inventory.find(unit, "param")
-        view = state.param_flat(unit) if home is None else home.tier.view(home.slot)
+        view = state.param_flat(unit) if home is None else home.slot.tensor
         assert view is not None, "copied units rest in memory"
         return view
 

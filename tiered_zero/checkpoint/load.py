@@ -565,7 +565,7 @@ class StateLoader:
         if inventory.find(unit, "param") is None:
             self._fill_unit(unit, self._state.param_flat(unit), 0)
         for home in homes:
-            view = home.tier.view(home.slot)
+            view = home.slot.tensor
             if view is not None:
                 self._fill_unit(unit, view[: home.slot.nbytes].view(unit.dtype), home.start)
             else:

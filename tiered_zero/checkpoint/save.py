@@ -268,7 +268,7 @@ class StateSaver:
         name, home = self._places.unit(unit).name, self._state.inventory.find(unit, "param")
         if home is None:
             self._send(name, as_bytes(self._state.param_flat(unit) if copied is None else copied))
-        elif (raw := home.tier.view(home.slot)) is None:
+        elif (raw := home.slot.tensor) is None:
             self._send_copied(name, self._windows(unit))
         else:
             self._in_flight += [(written, None) for written in self._send(name, raw[: home.slot.nbytes])]

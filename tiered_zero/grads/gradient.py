@@ -127,7 +127,7 @@ class UnitGradients:
                 flats.append(torch.empty(0, dtype=dtype, device="cpu"))
                 continue
             slot = tier.reserve(f"{kind}/{unit.index}", nbytes, "gradient")
-            if (raw := tier.view(slot)) is None:
+            if (raw := slot.tensor) is None:
                 assert windows is not None, "gradients on nvme are planned with windows"
                 own_cuts = [cut - start for cut in cuts]
                 paged.append(PagedFlat(Home(tier, slot), windows, dtype, numel, cuts=own_cuts, padding=padding))

@@ -100,9 +100,6 @@ class NvmeTier(Tier):
         )
         return slot
 
-    def view(self, slot: Slot) -> None:
-        return None
-
     def read(self, slot: Slot, out: torch.Tensor, offset: int = 0, *, urgent: bool = False) -> Transfer:
         """Read as `Tier.read` says. `urgent`: compute waits for this read; see `IOEngine.read`."""
         return self.store.read(self._records[slot.name], _memory(out), offset, urgent=urgent)

@@ -16,7 +16,7 @@ import torch
 from tiered_zero.concurrency.transfer import COMPLETED, Completion, Transfer, wait_all, wait_quietly
 from tiered_zero.errors import CorruptionError, StoreError
 from tiered_zero.hardware.device.accelerator import Accelerator
-from tiered_zero.hardware.memory.host_memory import HostArena, HostSlot, StagingPool
+from tiered_zero.hardware.memory.host_memory import HostArena, StagingPool
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import Segment, SubGroup
@@ -26,13 +26,15 @@ from tiered_zero.telemetry.spans import Ledger
 # -- tiers, their slots and buffers ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class Slot:
-    """A named region of a tier. `nbytes`: whole pages. `kind`: the category under which the ledger counts it."""
+    """A named region of a tier. `nbytes`: whole pages. `kind`: the category under which the ledger counts it. `tensor`:
+    the slot's own bytes, [n] uint8 and n >= nbytes, for use in place; None if memory cannot address them (nvme)."""
 
     name: str
     nbytes: int
     kind: str
+    tensor: torch.Tensor | None = None
 
 
 class Tier(ABC):
@@ -47,10 +49,6 @@ class Tier(ABC):
         """Return a new slot, with undefined bytes. `num_durable`: the places on disk that in-place commits need for it.
         0: no commit includes it. 1: it is written once. 2: it is written again. Raises BudgetError or StoreError if the
         tier is full."""
-
-    @abstractmethod
-    def view(self, slot: Slot) -> torch.Tensor | None:
-        """Return the slot's own bytes, [nbytes] uint8, for use in place; None if memory cannot address them (nvme)."""
 
     @abstractmethod
     def read(self, slot: Slot, out: torch.Tensor, offset: int = 0) -> Transfer:
@@ -71,13 +69,20 @@ class Tier(ABC):
         after the work that compute has launched so far. `after`: an update that still writes the slot; `out` gets the
         new bytes."""
 
-    @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free what the tier itself has allocated."""
+        return
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a contiguous tensor, as a [n] uint8 view."""
     return tensor.view(-1).view(torch.uint8)
+
+
+def own_bytes(slot: Slot) -> torch.Tensor:
+    """Return the bytes of a slot in memory."""
+    assert slot.tensor is not None, "the slot's tier is open and in memory"
+    return slot.tensor
 
 
 class HostTier(Tier):
@@ -89,27 +94,22 @@ class HostTier(Tier):
         self._arena = arena
         self._accelerator = runtime.accelerator
         self._span = runtime.accelerator.timer(runtime.recorder)
-        self._slots: dict[str, HostSlot] = {}
 
     def reserve(self, name: str, nbytes: int, kind: str, *, num_durable: int = 0) -> Slot:
-        if nbytes:
-            self._slots[name] = self._arena.take(nbytes, kind)
-        return Slot(name=name, nbytes=nbytes, kind=kind)
-
-    def view(self, slot: Slot) -> torch.Tensor:
-        return self._slots[slot.name].tensor if slot.nbytes else torch.empty(0, dtype=torch.uint8)
+        memory = self._arena.take(nbytes, kind).tensor if nbytes else torch.empty(0, dtype=torch.uint8)
+        return Slot(name=name, nbytes=nbytes, kind=kind, tensor=memory)
 
     def read(self, slot: Slot, out: torch.Tensor, offset: int = 0) -> Transfer:
-        out.copy_(self.view(slot)[offset : offset + out.numel()])
+        out.copy_(own_bytes(slot)[offset : offset + out.numel()])
         return COMPLETED
 
     def write(self, slot: Slot, data: torch.Tensor, offset: int = 0, after: Transfer | None = None) -> Transfer:
-        self.view(slot)[offset : offset + data.numel()].copy_(data)
+        own_bytes(slot)[offset : offset + data.numel()].copy_(data)
         return COMPLETED
 
     def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:
         target = as_bytes(out)
-        source = self.view(slot)[: target.numel()]
+        source = own_bytes(slot)[: target.numel()]
         before = [self._accelerator.record_compute(), *([after.computed] if after else [])]  # it is written in place
 
         def job() -> None:
@@ -117,9 +117,6 @@ class HostTier(Tier):
                 self._accelerator.copy(target, source)
 
         return self._accelerator.lane("fetch").submit(job, after=before, holds=[target], waits=False)
-
-    def close(self) -> None:
-        self._slots.clear()
 
 
 class DeviceTier(Tier):
@@ -130,32 +127,30 @@ class DeviceTier(Tier):
     def __init__(self, accelerator: Accelerator, ledger: Ledger) -> None:
         self._accelerator = accelerator
         self._ledger = ledger
-        self._slots: dict[str, tuple[Slot, torch.Tensor]] = {}
+        self._slots: list[Slot] = []
 
     def reserve(self, name: str, nbytes: int, kind: str, *, num_durable: int = 0) -> Slot:
         self._ledger.charge(self.name, kind, nbytes)
-        slot = Slot(name=name, nbytes=nbytes, kind=kind)
-        self._slots[name] = slot, torch.zeros(nbytes, dtype=torch.uint8, device=self._accelerator.device)
+        memory = torch.zeros(nbytes, dtype=torch.uint8, device=self._accelerator.device)
+        self._slots.append(slot := Slot(name=name, nbytes=nbytes, kind=kind, tensor=memory))
         return slot
 
-    def view(self, slot: Slot) -> torch.Tensor:
-        return self._slots[slot.name][1]
-
     def read(self, slot: Slot, out: torch.Tensor, offset: int = 0) -> Transfer:
-        source = self.view(slot)[offset : offset + out.numel()]
+        source = own_bytes(slot)[offset : offset + out.numel()]
         return self._copy("write_back", out, source, self._accelerator.record())
 
     def write(self, slot: Slot, data: torch.Tensor, offset: int = 0, after: Transfer | None = None) -> Transfer:
-        target = self.view(slot)[offset : offset + data.numel()]
+        target = own_bytes(slot)[offset : offset + data.numel()]
         return self._copy("write_back", target, data, after or self._accelerator.record_compute())
 
     def fetch(self, slot: Slot, out: torch.Tensor, after: UnitUpdate | None = None) -> Transfer:
         target = as_bytes(out)
-        source, written = self.view(slot)[: target.numel()], [after.written] if after else []
+        source, written = own_bytes(slot)[: target.numel()], [after.written] if after else []
         return self._copy("fetch", target, source, self._accelerator.record_compute(), *written)
 
     def close(self) -> None:
-        for slot, _ in self._slots.values():
+        for slot in self._slots:
+            slot.tensor = None
             self._ledger.discharge(self.name, slot.kind, slot.nbytes)
         self._slots.clear()
 
@@ -302,7 +297,7 @@ class Home:
 
     def view_of(self, segment: Segment) -> torch.Tensor | None:
         """Return the segment's elements in the slot, [numel] of the unit's dtype; None if the slot is on nvme."""
-        if (raw := self.tier.view(self.slot)) is None:
+        if (raw := self.slot.tensor) is None:
             return None
         start = (segment.unit_start - self.start) * segment.unit.itemsize
         return raw[start : start + segment.nbytes].view(segment.unit.dtype)
@@ -346,8 +341,7 @@ class Inventory:
 def read_slot(home: Home, offset: int, nbytes: int, staging: StagingPool | None) -> torch.Tensor:
     """Return a copy of `nbytes` of the slot from byte `offset`, [nbytes] uint8 on the CPU. `staging`: the buffers
     through which bytes of a slot on NVMe are read."""
-    view = home.tier.view(home.slot)
-    if view is not None:
+    if (view := home.slot.tensor) is not None:
         return view[offset : offset + nbytes].to("cpu", copy=True)
     assert staging is not None, "a tier without views is planned with staging buffers"
     out, at, end = torch.empty(nbytes, dtype=torch.uint8), offset, offset + nbytes
@@ -386,8 +380,7 @@ def write_slot(home: Home, offset: int, data: torch.Tensor, staging: StagingPool
     """Write `data`, a contiguous tensor of whole pages, to the slot from byte `offset`. `staging`: the buffers
     through which bytes reach a slot on NVMe."""
     raw = as_bytes(data)
-    view = home.tier.view(home.slot)
-    if view is not None:
+    if (view := home.slot.tensor) is not None:
         view[offset : offset + raw.numel()].copy_(raw)
         return
     assert staging is not None, "a tier without views is planned with staging buffers"
@@ -407,8 +400,7 @@ def leased_slot(
 
     `read`: the range to read from NVMe before the block. `write`: the range to write to NVMe after the block, unless it
     raises. Both are whole pages."""
-    view = home.tier.view(home.slot)
-    if view is not None:
+    if (view := home.slot.tensor) is not None:
         yield view
         return
     assert staging is not None, "a tier without views is planned with staging buffers"

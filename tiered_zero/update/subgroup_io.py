@@ -148,7 +148,7 @@ class SubGroupIO:
     def reads(self, layout: StateLayout) -> bool:
         """Return whether an update of the sub-group must first read state, parameters or gradients."""
         home = self._inventory.home(layout.subgroup, "state")
-        is_staged = home.tier.view(home.slot) is None
+        is_staged = home.slot.tensor is None
         return is_staged or layout.masters.needs_params or bool(self._gradient_dtypes)
 
     # -- in ------------------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class SubGroupIO:
         holds state in addition to masters. `reads`: whether to read what the slots hold; False if the caller replaces
         all of it. `with_params`, `with_gradients`: whether the caller uses parameters and gradients too."""
         home = self._inventory.home(layout.subgroup, "state")
-        raw, on_device = home.tier.view(home.slot), home.tier.name == "device"
+        raw, on_device = home.slot.tensor, home.tier.name == "device"
         segments = layout.subgroup.segments
         sizes = [layout.nbytes if raw is None else 0]
         for segment in segments:

@@ -162,7 +162,7 @@ def weights_at_home(engine: tiered_zero.Engine) -> dict[str, torch.Tensor]:
         assert paged is not None
         entry = paged.unit.entries[paged.params[param]]
         home = inventory(engine).home(paged.unit, "param")
-        raw = home.tier.view(home.slot)
+        raw = home.slot.tensor
         assert raw is not None
         flat = raw[: paged.unit.nbytes].view(paged.unit.dtype)
         found[name] = flat[entry.start : entry.stop].view(entry.param.shape).clone()
