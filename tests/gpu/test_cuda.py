@@ -32,8 +32,8 @@ def test_gather_compute_reduce_over_200_rounds(accelerator):
     """A ring of one device buffer: compute waits for fetch, reduce for compute, the next fetch for compute."""
     arena = HostArena(64 * MIB, accelerator, pin=True, ledger=Ledger())
     numel = 1 << 20
-    source = typed_view(arena.take(4 * numel, "source").tensor, torch.float32, numel)
-    results = [typed_view(arena.take(4 * numel, "result").tensor, torch.float32, numel) for _ in range(4)]
+    source = typed_view(arena.take(4 * numel, "source"), torch.float32, numel)
+    results = [typed_view(arena.take(4 * numel, "result"), torch.float32, numel) for _ in range(4)]
     flat = torch.empty(numel, device=accelerator.device)
     assert arena.pinned_nbytes == 5 * 4 * numel
     source.copy_(torch.arange(numel))
@@ -95,9 +95,9 @@ def test_an_error_reaches_who_waits(accelerator):
 def test_pinning_is_exact_and_a_failure_leaves_no_error_behind(accelerator):
     arena = HostArena(33 * MIB + 17, accelerator, pin=True, ledger=Ledger())
     slot = arena.take(33 * MIB, "a")
-    assert arena.pinned_nbytes == slot.nbytes and slot.tensor.is_pinned()
+    assert arena.pinned_nbytes == slot.nbytes and slot.is_pinned()
     assert arena.capacity_nbytes <= 1.02 * (33 * MIB + 17)
-    assert not accelerator.pin(slot.tensor.data_ptr(), MIB)  # registered already
+    assert not accelerator.pin(slot.data_ptr(), MIB)  # registered already
     assert torch.ones(8, device=accelerator.device).sum().item() == 8  # no stale error is reported here
     arena.close()
-    assert not slot.tensor.is_pinned()
+    assert not slot.is_pinned()

@@ -142,7 +142,7 @@ def check_numa(accelerator: Accelerator, system: Path = SYSTEM, proc: Path = PRO
     if node is None or num_nodes < 2:
         return Finding("NUMA", GOOD, f"nodes: {num_nodes}; the device's: {'not said' if node is None else node}")
     with _arena(accelerator, COPY_NBYTES) as arena:
-        memory = arena.take(COPY_NBYTES, "param").tensor
+        memory = arena.take(COPY_NBYTES, "param")
         memory.zero_()  # touch pages that are not pinned
         pages = node_pages(memory.data_ptr(), proc)
     near = pages.get(node, 0) / max(1, sum(pages.values()))
@@ -198,7 +198,7 @@ def copy_buffers(accelerator: Accelerator, pins: bool = True) -> Iterator[tuple[
     """Yield two functions: one launches NUM_COPIES copies of COPY_NBYTES to the device, the other as many back.
     `pins`: whether the host memory is pinned."""
     with _arena(accelerator, 2 * COPY_NBYTES, pins) as arena:
-        host = [arena.take(COPY_NBYTES, "param").tensor.fill_(0) for _ in range(2)]
+        host = [arena.take(COPY_NBYTES, "param").fill_(0) for _ in range(2)]
         on_device = [torch.zeros(COPY_NBYTES, dtype=torch.uint8, device=accelerator.device) for _ in range(2)]
 
         def launch(lane: str, target: torch.Tensor, source: torch.Tensor) -> Transfer:

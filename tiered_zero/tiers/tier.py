@@ -96,7 +96,7 @@ class HostTier(Tier):
         self._span = runtime.accelerator.timer(runtime.recorder)
 
     def reserve(self, name: str, nbytes: int, kind: str, *, num_durable: int = 0) -> Slot:
-        memory = self._arena.take(nbytes, kind).tensor if nbytes else torch.empty(0, dtype=torch.uint8)
+        memory = self._arena.take(nbytes, kind) if nbytes else torch.empty(0, dtype=torch.uint8)
         return Slot(name=name, nbytes=nbytes, kind=kind, tensor=memory)
 
     def read(self, slot: Slot, out: torch.Tensor, offset: int = 0) -> Transfer:

@@ -155,6 +155,7 @@ def test_close_wakes_who_waits_and_names_who_holds(arena, recorder, ledger, capl
     thread.join(300)
     assert len(errors) == 1 and "closed" in errors[0] and "sub-group 8" in errors[0]
     assert ["sub-group 7" in record.getMessage() for record in caplog.records] == [True]
+    arena.close()
     assert held_nbytes(ledger, "host") == 0
     lease.release()
     with pytest.raises(BudgetError, match="closed"):

@@ -1,6 +1,6 @@
-"""Allocate host memory: one block of exactly the planned size, from which named slots are taken.
+"""Allocate host memory: one block of exactly the planned size, of which slots and staging pools take their parts.
 
-A staging pool leases the equal buffers of one slot. `HeapTrim` trims malloc's heap, for activations that move to disk.
+A staging pool leases buffers of equal size. `HeapTrim` trims malloc's heap, for activations that move to disk.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 import mmap
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
@@ -21,7 +20,6 @@ from tiered_zero.concurrency.transfer import STOPPED_S
 from tiered_zero.errors import BudgetError
 from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.hardware.probe import near_cpus
-from tiered_zero.layout.extents import ExtentMap
 from tiered_zero.native.update import available_cpus
 from tiered_zero.sizes import PAGE_NBYTES, align_up, format_nbytes
 from tiered_zero.system import map_memory, touch_pages
@@ -29,22 +27,6 @@ from tiered_zero.telemetry.spans import Ledger, Recorder
 
 _MAPPED_NBYTES = 128 * 1024
 """The size from which `temporary_zeros` makes a separate memory mapping. malloc begins with the same limit."""
-
-
-@final
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class HostSlot:
-    """A range of whole pages of the arena."""
-
-    offset: int
-    nbytes: int  # whole pages
-    kind: str
-    tensor: torch.Tensor  # [nbytes] uint8
-    _arena: HostArena
-
-    def release(self) -> None:
-        """Free the bytes; call it once. The caller keeps no view of them: the next slot may get these bytes."""
-        self._arena._release(self)
 
 
 def trim_malloc() -> None:
@@ -78,25 +60,25 @@ UNPINNED_KINDS = frozenset({"state", "commit", "commit_param", "commit_copy", "b
 
 @final
 class HostArena:
-    """The host memory of a run: one anonymous, page-aligned mapping of the planned size. Any thread. `pin`: whether to
-    pin slots, one by one, except those of UNPINNED_KINDS."""
+    """The host memory of a run: one anonymous, page-aligned mapping of the planned size. Parts are taken from its
+    start to its end, and freed with it. Driver thread. `pin`: whether to pin what is taken, except for
+    UNPINNED_KINDS."""
 
     def __init__(self, capacity_nbytes: int, accelerator: Accelerator, pin: bool, ledger: Ledger) -> None:
-        self._extents = ExtentMap(max(capacity_nbytes, 1))
-        self.capacity_nbytes = self._extents.capacity_nbytes
+        self.capacity_nbytes = align_up(max(capacity_nbytes, 1), PAGE_NBYTES)
         self._accelerator = accelerator
         self._ledger = ledger
-        self._lock = threading.Lock()
-        self._taken: dict[int, HostSlot] = {}
-        self._closed = False
         # not inherited by forked children: a child's copy-on-write would replace pages under a direct transfer in
         # flight (open(2), O_DIRECT notes)
         mapping = map_memory(self.capacity_nbytes, "MADV_DONTFORK", "MADV_HUGEPAGE")
         self._tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+        self._taken_nbytes = 0
+        self._charged: list[tuple[str, int]] = []
+        """(kind, bytes) of everything taken."""
         self._pin = pin
         self._near_cpus = near_cpus(accelerator.device) if pin else set()
         self._pinned: dict[int, int] = {}
-        """Offset -> bytes of each pinned slot."""
+        """Address -> bytes of what is pinned."""
         self.poison(self._tensor)
 
     @property
@@ -104,43 +86,24 @@ class HostArena:
         """The number of bytes that the device can copy directly."""
         return sum(self._pinned.values())
 
-    def take(self, nbytes: int, kind: str) -> HostSlot:
-        """Reserve a slot of at least `nbytes`, with undefined content. `kind`: the name under which the ledger counts
-        it. Raises BudgetError if no free range is long enough."""
+    def take(self, nbytes: int, kind: str) -> torch.Tensor:
+        """Return whole pages, [n] uint8 with n >= `nbytes`, with undefined content. `kind`: the name under which the
+        ledger counts them. Raises BudgetError if the arena has too few left."""
         size = align_up(max(nbytes, 1), PAGE_NBYTES)  # torch's pinned allocator would take a power of two
-        with self._lock:
-            offset = self._extents.allocate(size)
-            if offset is None:
-                raise BudgetError(
-                    f"{kind} needs {format_nbytes(size)} of the host arena; {self._extents.describe()}. This run has "
-                    "left its plan."
-                )
-            try:
-                self._ledger.charge("host", kind, size)
-            except BudgetError:
-                self._extents.free(offset, size)
-                raise
-            tensor = self._tensor[offset : offset + size]
-            slot = HostSlot(offset=offset, nbytes=size, kind=kind, tensor=tensor, _arena=self)
-            self._taken[offset] = slot
-            if self._pin and kind not in UNPINNED_KINDS:
-                touch_pages(tensor.data_ptr(), size, available_cpus(), self._near_cpus)  # near the GPU
-                if self._accelerator.pin(tensor.data_ptr(), size):
-                    self._pinned[offset] = size
-        return slot
-
-    def _release(self, slot: HostSlot) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            if self._taken.get(slot.offset) is not slot:
-                raise RuntimeError(f"the {slot.kind} slot at offset {slot.offset} was released before")
-            self.poison(slot.tensor)
-            del self._taken[slot.offset]
-            if self._pinned.pop(slot.offset, 0):
-                self._accelerator.unpin(slot.tensor.data_ptr())
-            self._extents.free(slot.offset, slot.nbytes)
-            self._ledger.discharge("host", slot.kind, slot.nbytes)
+        if size > (left_nbytes := self.capacity_nbytes - self._taken_nbytes):
+            raise BudgetError(
+                f"{kind} needs {format_nbytes(size)} of the host arena; of {format_nbytes(self.capacity_nbytes)}, "
+                f"{format_nbytes(left_nbytes)} are left. This run has left its plan."
+            )
+        self._ledger.charge("host", kind, size)
+        self._charged.append((kind, size))
+        memory = self._tensor[self._taken_nbytes :][:size]
+        self._taken_nbytes += size
+        if self._pin and kind not in UNPINNED_KINDS:
+            touch_pages(memory.data_ptr(), size, available_cpus(), self._near_cpus)  # near the GPU
+            if self._accelerator.pin(memory.data_ptr(), size):
+                self._pinned[memory.data_ptr()] = size
+        return memory
 
     def poison(self, pages: torch.Tensor) -> None:
         """In debug mode, overwrite whole pages, [n] uint8, with NaN in fp32."""
@@ -148,15 +111,13 @@ class HostArena:
 
     def close(self) -> None:
         """Unpin the memory. Idempotent. Views of the arena stay valid; the last one frees the memory."""
-        with self._lock:
-            self._closed = True
-            for slot in self._taken.values():
-                self._ledger.discharge("host", slot.kind, slot.nbytes)
-            self._taken.clear()
-            for offset in self._pinned:
-                self._accelerator.unpin(self._tensor[offset:].data_ptr())
-            self._pinned.clear()
-            self._tensor = torch.empty(0, dtype=torch.uint8)
+        for kind, nbytes in self._charged:
+            self._ledger.discharge("host", kind, nbytes)
+        self._charged.clear()
+        for address in self._pinned:
+            self._accelerator.unpin(address)
+        self._pinned.clear()
+        self._tensor = torch.empty(0, dtype=torch.uint8)
 
 
 logger = logging.getLogger("tiered_zero")
@@ -195,7 +156,7 @@ class Lease:
 
 @final
 class StagingPool:
-    """Leases `count` buffers of `buffer_nbytes` each, in one slot of the arena. Any thread."""
+    """Leases `count` buffers of `buffer_nbytes` each, which it takes from the arena. Any thread."""
 
     def __init__(
         self,
@@ -214,7 +175,7 @@ class StagingPool:
         self._arena = arena
         self._recorder = recorder
         self._timeout_s = timeout_s
-        self._slot = arena.take(self.buffer_nbytes * count, kind)
+        self._memory = arena.take(self.buffer_nbytes * count, kind)
         self._changed = threading.Condition()
         self._leased: dict[int, Lease] = {}
         self._free = list(range(count))[::-1]
@@ -269,7 +230,7 @@ class StagingPool:
             lease.release()
 
     def close(self) -> None:
-        """Return the buffers to the arena; waiting threads raise BudgetError. Log leases still held. Idempotent."""
+        """Lease no more buffers; waiting threads raise BudgetError. Log leases still held. Idempotent."""
         with self._changed:
             if self._closed:
                 return
@@ -277,7 +238,6 @@ class StagingPool:
             self._changed.notify_all()
         for holder, age_s in self.holders():
             logger.error("a %s buffer was still leased at close, by %s for %.1f s", self.kind, holder, age_s)
-        self._slot.release()
 
     def _lease(self, nbytes: int, holder: str) -> Lease | None:
         """Lease a free buffer; return None if there is none. The caller holds the lock. Raises BudgetError if `nbytes`
@@ -295,7 +255,7 @@ class StagingPool:
         start = index * self.buffer_nbytes
         end = start + align_up(max(nbytes, 1), PAGE_NBYTES)
         holder = holder or threading.current_thread().name
-        lease = Lease(self, index, holder, self._slot.tensor[start:end])
+        lease = Lease(self, index, holder, self._memory[start:end])
         self._leased[index] = lease
         return lease
 
