@@ -41,9 +41,9 @@ def open_rack(swap_path: Path, resources: Teardown) -> TierRack:
 def test_a_rack_moves_bytes_without_an_engine_and_leaves_nothing(swap_path: Path) -> None:
     resources = Teardown(("tiers",))
     rack = open_rack(swap_path, resources)
-    tier = rack.for_state("nvme")
-    assert isinstance(tier, NvmeTier) and tier is rack.for_params("nvme")
-    assert rack.for_params("device") is rack.device and rack.for_params("host") is rack.host
+    tier = rack.tier("nvme", "state")
+    assert isinstance(tier, NvmeTier) and tier is rack.tier("nvme", "param")
+    assert rack.tier("device", "param") is rack.device and rack.tier("host", "param") is rack.host
     slot = tier.reserve("state/0", PAGE_NBYTES, "state")
     data = random_bytes(PAGE_NBYTES)
     assert rack.state_staging is not None
@@ -62,8 +62,7 @@ def test_a_rack_moves_bytes_without_an_engine_and_leaves_nothing(swap_path: Path
 def test_a_directory_with_a_commit_is_released_not_removed(swap_path: Path) -> None:
     resources = Teardown(("tiers",))
     rack = open_rack(swap_path, resources)
-    tier = rack.for_state("nvme")
-    assert isinstance(tier, NvmeTier)
+    tier = rack.nvme["state"]
     tier.store.commit(7, {})
     resources.close()
     (path,) = swap_path.iterdir()

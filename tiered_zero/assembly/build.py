@@ -49,7 +49,6 @@ from tiered_zero.system import processor_name
 from tiered_zero.telemetry.monitors import Monitors, Open, StepLog, csv_in, tensorboard_in, wandb_of
 from tiered_zero.telemetry.report import StepReport
 from tiered_zero.telemetry.runlog import RunHeader, RunObserver
-from tiered_zero.tiers.nvme import NvmeTier
 from tiered_zero.tiers.rack import TierRack
 from tiered_zero.tiers.step_gradients import FlatWindows
 from tiered_zero.tiers.tier import Home, own_bytes
@@ -334,8 +333,9 @@ def _make_activations(run_spec: RunSpec, machine: OpenMachine, resources: Teardo
     if plan is None or not plan.nbytes:
         return None
     place: Place
-    if tiers.activation_nvme is not None and tiers.activation_staging is not None:
-        place = NvmePlace(tiers.activation_nvme, plan.nbytes, plan.in_flight_nbytes, tiers.activation_staging, runtime)
+    if "activation" in tiers.nvme and tiers.activation_staging is not None:
+        tier, staging = tiers.nvme["activation"], tiers.activation_staging
+        place = NvmePlace(tier, plan.nbytes, plan.in_flight_nbytes, staging, runtime)
     else:
         place = HostPlace(tiers.host, plan.nbytes, runtime)
     mover = ActivationMover(place, plan, runtime)
@@ -362,7 +362,7 @@ def _make_gradients(
     units = [
         UnitGradients.reserve(
             unit,
-            tiers.for_gradients(plan.tiers.gradients[unit.index]),
+            tiers.tier(plan.tiers.gradients[unit.index], "gradient"),
             nbytes=request.gradient_nbytes(unit),
             dtype=torch.float32 if request.sums_gradients else unit.dtype,
             has_spare=plan.delayed,
@@ -521,7 +521,7 @@ def _make_commits(run_spec: RunSpec, tiers: TierRack, state: RunState, copies: D
     config, plan = run_spec.config, run_spec.plan
     if copies is None:
         return None
-    found = [tiers.for_state("nvme")] if plan.nbytes("nvme", "state") else []
-    found += [tiers.for_params("nvme")] if plan.nbytes("nvme", "commit_param") else []
-    stores = [tier for tier in dict.fromkeys(found) if isinstance(tier, NvmeTier)]
+    found = [tiers.nvme["state"]] if plan.nbytes("nvme", "state") else []
+    found += [tiers.nvme["param"]] if plan.nbytes("nvme", "commit_param") else []
+    stores = [*dict.fromkeys(found)]
     return Commits(state, stores, copies, run_fingerprint(config, plan, run_spec.slots, run_spec.layouts))

@@ -156,7 +156,7 @@ def open_machine(
     starts = {index: units[index].shard(plan.request.rank).start for index in plan.tiers.sharded}
     for slot in slots:
         of_param = slot.kind in ("param", "param_back")
-        tier = tiers.for_params(slot.tier) if of_param else tiers.for_state(slot.tier)
+        tier = tiers.tier(slot.tier, "param" if of_param else "state")
         start = starts.get(slot.index, 0) if of_param or slot.kind == "commit_copy" else 0
         home = Home(tier, tier.reserve(slot.name, slot.nbytes, slot.kind, num_durable=slot.num_durable), start)
         if slot.kind == "commit_copy":

@@ -74,13 +74,7 @@ def choose_device(ranks: Collectives, name: str) -> None:
         return
     if (device := find_device(name)).type == "cpu":
         return
-    own: list[str] = []
-
-    def choose() -> str:
-        own.append(_choose(device))
-        return own[0]
-
-    found = agree(ranks, "the choice of a device", choose)
+    found = agree(ranks, "the choice of a device", lambda: _choose(device))
     together = [rank for rank, each in enumerate(found) if each == found[ranks.rank]]
     if len(together) > 1:
         texts = ", ".join(map(str, together))

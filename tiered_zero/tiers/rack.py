@@ -78,20 +78,21 @@ class TierRack:
         self.device = DeviceTier(accelerator, runtime.ledger)
         resources.add("tiers", self.device.close)
         staging = self.param_staging or self.state_staging
-        self._nvme = {
-            paths: NvmeTier(store, staging, runtime) for paths, store in stores.items() if staging is not None
-        }
-        self._scratch = {
-            kind: NvmeTier(scratch[kind], pool, runtime)
-            for kind, pool in (("gradient", self.gradient_windows), ("activation", self.activation_staging))
-            if kind in scratch and pool is not None
-        }
-        for tier in self._all_nvme:
+        by_paths = {paths: NvmeTier(store, staging, runtime) for paths, store in stores.items() if staging is not None}
+        self.nvme: dict[str, NvmeTier] = {}
+        """Kind of bytes ("param", "state", "gradient", "activation") -> their tier on nvme, if some rest there."""
+        for kind, own in (("param", zero.offload_param.nvme_paths), ("state", zero.offload_optimizer.nvme_paths)):
+            if own in by_paths:
+                self.nvme[kind] = by_paths[own]
+        for kind, pool in (("gradient", self.gradient_windows), ("activation", self.activation_staging)):
+            if kind in scratch and pool is not None:
+                self.nvme[kind] = NvmeTier(scratch[kind], pool, runtime)
+        for tier in self.nvme.values():
             resources.add("tiers", tier.close)
 
     def drain(self) -> None:
         """Wait for all requests to the disks. The lanes must be idle."""
-        for tier in self._all_nvme:
+        for tier in self.nvme.values():
             tier.drain()
 
     def reclaim(self) -> None:
@@ -99,28 +100,10 @@ class TierRack:
         for pool in self._pools:
             pool.reclaim()
 
-    @property
-    def _all_nvme(self) -> list[NvmeTier]:
-        return [*self._nvme.values(), *self._scratch.values()]
-
-    @property
-    def activation_nvme(self) -> NvmeTier | None:
-        return self._scratch.get("activation")
-
-    def for_gradients(self, name: str) -> Tier:
-        """Return the tier for gradients that rest on `name`: "device", "host" or "nvme"."""
-        return self._in_memory(name) or self._scratch["gradient"]
-
-    def for_params(self, name: str) -> Tier:
-        """Return the tier for parameters that rest on `name`: "device", "host" or "nvme"."""
-        return self._in_memory(name) or self._nvme[self._config.zero_optimization.offload_param.nvme_paths]
-
-    def for_state(self, name: str) -> Tier:
-        """Return the tier for optimizer state that rests on `name`: "device", "host" or "nvme"."""
-        return self._in_memory(name) or self._nvme[self._config.zero_optimization.offload_optimizer.nvme_paths]
-
-    def _in_memory(self, name: str) -> Tier | None:
-        return {"device": self.device, "host": self.host}.get(name)
+    def tier(self, name: str, kind: str) -> Tier:
+        """Return the tier `name` ("device", "host" or "nvme") for bytes of `kind`, which `nvme` lists."""
+        in_memory: dict[str, Tier] = {"device": self.device, "host": self.host}
+        return in_memory.get(name) or self.nvme[kind]
 
     def _open_pool(self, size: StagingSize, kind: str) -> StagingPool | None:
         if not size.nbytes:

@@ -35,7 +35,7 @@ from functools import wraps
 from operator import itemgetter
 from queue import SimpleQueue
 from types import TracebackType
-from typing import ParamSpec, Protocol, TypeVar, final
+from typing import ParamSpec, TypeVar, final
 
 import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
@@ -71,13 +71,27 @@ def on_lane_error(call: str) -> InternalError:
     )
 
 
-class DeviceMarker(Protocol):
-    """A point in a device's stream, such as a recorded `torch.Event`. `query`: return whether the device has reached
-    it. `synchronize`: block until it has."""
+@final
+class EventMarker:
+    """A point in a device's stream: a recorded event that several threads may wait for. One waits for the device, the
+    others for that thread."""
 
-    def query(self) -> bool: ...
+    def __init__(self, event: torch.Event) -> None:
+        self.event = event
+        self._waiting = threading.Lock()
+        self._is_complete = False
 
-    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        self._is_complete = self._is_complete or self.event.query()
+        return self._is_complete
+
+    def synchronize(self) -> None:
+        if self.query():
+            return
+        with self._waiting:
+            if not self.query():
+                self.event.synchronize()
+                self._is_complete = True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -102,7 +116,7 @@ class LaneTransfer(Transfer):
 
     def __init__(
         self,
-        marker: DeviceMarker | None = None,
+        marker: EventMarker | None = None,
         failure: Failure | None = None,
         launched: threading.Event = _LAUNCHED,
     ) -> None:
@@ -111,7 +125,7 @@ class LaneTransfer(Transfer):
         self.marker, self.failure = marker, failure
         self._launched = launched
 
-    def finish_launch(self, marker: DeviceMarker | None, failure: Failure | None) -> None:
+    def finish_launch(self, marker: EventMarker | None, failure: Failure | None) -> None:
         """Set marker and failure, then `launched`. Lane's thread only, once."""
         self.marker, self.failure = marker, failure
         self._launched.set()
@@ -153,7 +167,7 @@ class Work:
     holds: Sequence[torch.Tensor]  # referenced until the job is launched
 
 
-Launch = Callable[[Work], DeviceMarker | None]
+Launch = Callable[[Work], EventMarker | None]
 """Runs a job on the calling thread, ordered on the device after `work.after`. Returns the marker of the job's end; None
 without a device. May raise."""
 
@@ -267,8 +281,8 @@ class Lane:
             transfer.finish_launch(marker, failure)
             del transfer, marker, failure
 
-    def _perform(self, work: Work) -> tuple[DeviceMarker | None, Failure | None]:
-        marker: DeviceMarker | None = None
+    def _perform(self, work: Work) -> tuple[EventMarker | None, Failure | None]:
+        marker: EventMarker | None = None
         failure: Failure | None = None
         try:
             for earlier in work.after:

@@ -12,7 +12,6 @@ idle units have left in the pool (`use_on_oom`).
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from tiered_zero.errors import ConfigError, ModelError
 from tiered_zero.hardware.device.accelerator import (
     THIS_THREAD,
     Accelerator,
+    EventMarker,
     Lane,
     LaneTransfer,
     Timer,
@@ -141,7 +141,7 @@ class StreamAccelerator(Accelerator):
 
     def _order(self, transfer: Transfer) -> None:
         """Order the calling thread's later launches after `transfer`, whose job was launched. Does not block."""
-        if isinstance(transfer, LaneTransfer) and isinstance(transfer.marker, EventMarker):
+        if isinstance(transfer, LaneTransfer) and transfer.marker is not None:
             transfer.marker.event.wait(self._current_stream())
 
     def copy(self, target: torch.Tensor, source: torch.Tensor, finish: bool = False) -> None:
@@ -261,28 +261,6 @@ class CudaAccelerator(StreamAccelerator):
 
 def _runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-@final
-class EventMarker:
-    """A recorded event that several threads may wait for. One waits for the device, the others for that thread."""
-
-    def __init__(self, event: torch.Event) -> None:
-        self.event = event
-        self._waiting = threading.Lock()
-        self._is_complete = False
-
-    def query(self) -> bool:
-        self._is_complete = self._is_complete or self.event.query()
-        return self._is_complete
-
-    def synchronize(self) -> None:
-        if self.query():
-            return
-        with self._waiting:
-            if not self.query():
-                self.event.synchronize()
-                self._is_complete = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
