@@ -1,4 +1,4 @@
-"""Name the tiers; align, print and parse byte sizes."""
+"""Name the tiers, and align, print and parse byte sizes."""
 
 import math
 

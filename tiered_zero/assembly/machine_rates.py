@@ -1,4 +1,5 @@
-"""Measure and load the rates of this machine, in bytes and operations per second."""
+"""Bring together the rates of this machine for a plan, in bytes and operations per second: measured now, or saved
+earlier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Check what works on the accelerator of this machine, in about 30 s: `tiered-zero doctor --device`."""
+"""Run the checks of hardware/check.py and some training steps on the accelerator: `tiered-zero doctor --device`, in
+about 30 s."""
 
 from __future__ import annotations
 

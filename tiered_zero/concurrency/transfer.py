@@ -1,5 +1,5 @@
-"""Define the package's one future type, a worker thread that runs callables in order, and a latch for the first
-failure."""
+"""Define the package's one future type, a worker thread that runs callables in order, and the latch that keeps
+the first failure."""
 
 from __future__ import annotations
 

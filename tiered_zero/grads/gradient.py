@@ -1,4 +1,4 @@
-"""Bring the gradients of each unit to their home, hold them there, and make the tensors that `param.grad` shows.
+"""Hold the gradients of one unit at their home, and copy them there from the device.
 
 [Note: Waits for gradients] Copies start as gradients come. The lane's stream is in order, so a wait for a unit's last
 copy is enough. The first to wait is autograd's thread, if there is no memory for a third unit's gradients; or the

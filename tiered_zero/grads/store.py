@@ -1,4 +1,5 @@
-"""Store the gradients of a step between autograd's hooks and the update, and show them as `param.grad`."""
+"""Take every gradient, from autograd or assigned by users, answer `param.grad`, and pass a step's gradients to its
+update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check a device for `tiered-zero doctor --device`, and measure the rates of this machine for plans.
+"""Make the checks of `tiered-zero doctor --device`, and the measurements of memory, link and compute for plans.
 
 Each check takes an open accelerator and returns one finding. Main thread, with an idle device. Errors of torch are
 raised unchanged.

@@ -1,4 +1,5 @@
-"""Plan the bytes of a run on each tier. If a plan is too large, name the settings that make it fit."""
+"""Make the plan of a run: what it takes of each tier, row by row. If that is too much, name the settings that make it
+fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Spread a store over several data files; append records to a new data file; read records and verify their checksums.
+"""Write and read the data files of a store: spread it over several files, append records to a new file, and verify
+checksums.
 
 A store has one data file in each of its directories. Its bytes are cut into stripes; a faster disk gets more of them.
 

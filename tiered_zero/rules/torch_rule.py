@@ -1,4 +1,4 @@
-"""Use any torch.optim class as an update rule: the class's own code makes the step, on views of the tiers' memory.
+"""Use any torch.optim class as an update rule, by its own code, and copy, step and flatten optimizers.
 
 The functions at the top copy an optimizer, step chosen parameters, and flatten their state.
 """

@@ -1,4 +1,5 @@
-"""Write a run's files step by step: its record (`tiered_zero.report`) and its trace (`tiered_zero.trace`).
+"""Write the files of a run step by step, its record (`tiered_zero.report`) and its trace (`tiered_zero.trace`), and
+read a record.
 
 A record has one JSON object per line: a header, a line per step, one step's timeline, a footer. Lines after the header
 may be missing, and an incomplete last line is ignored. A trace has Chrome's format, for Perfetto. The closing bracket
