@@ -15,9 +15,10 @@ from torch import nn
 import tiered_zero
 from tests.support.faulty_runs import Fault, faulty_disks
 from tests.support.inspection import differences, everything, held_nbytes, ledger, pipeline
-from tests.support.inspection.insides import RecordWriter
+from tests.support.inspection.insides import LOCK_NAME, RecordWriter
 from tests.support.models import ParityGPT, batch
 from tests.support.pairwise import by_turns
+from tests.support.tags import unfinished
 from tests.support.trainers import tiered
 from tiered_zero.checkpoint import save
 from tiered_zero.checkpoint.tag import list_tags, read_manifest
@@ -476,7 +477,8 @@ def test_a_run_whose_first_save_failed_is_resumed_at_step_0(
     with make(swap_path) as engine, pytest.raises(TransferError, match="says the test"):
         failing(1)
         engine.save_checkpoint(saved)
-    (saved / ".tmp-global_step0-0123456789ab").mkdir()  # as of a process that was killed
+    (saved / "global_step0").mkdir()  # as of a process that was killed
+    (saved / LOCK_NAME).write_text("0123456789ab global_step0")
     with make(swap_path, **again) as engine:
         assert (engine.resumed, engine.global_steps) == (None, 0)
         assert f"no checkpoint in {saved} is resumed: its first save was not completed" in caplog.text
@@ -508,7 +510,7 @@ def test_a_save_behind_an_update_that_fails_raises_its_error(swap_path: Path, tm
         with pytest.raises((TransferError, EngineFailedError), match=str(swap_path)):
             train(engine, 1, 2)
             engine.save_checkpoint(tmp_path)  # which may come before the failure, or behind it
-        assert list_tags(tmp_path) == [] and not list(tmp_path.glob(".tmp-*"))
+        assert list_tags(tmp_path) == [] and unfinished(tmp_path) == []
         with pytest.raises((TransferError, EngineFailedError), match=str(swap_path)):
             engine(*batch(2))
 

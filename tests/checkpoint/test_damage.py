@@ -14,7 +14,7 @@ import torch
 
 from tests.fakes.sync_io import SyncEngine
 from tests.support.json_files import with_body
-from tests.support.tags import Tensors, equal_bits, fields, load_tag, save_tag, tag_to_load, write_share
+from tests.support.tags import Tensors, data_file, equal_bits, fields, load_tag, save_tag, tag_to_load, write_share
 from tiered_zero.checkpoint.index import MANIFEST_NAME, Part, RecordName, Share, Source, describe
 from tiered_zero.checkpoint.load import Target
 from tiered_zero.checkpoint.tag import find_checkpoint, find_damage, list_tags, open_tag
@@ -28,13 +28,17 @@ TENSORS = {
     "exp_avg/a": torch.arange(700, dtype=torch.float32).view(7, 100),
     "buffer/b": torch.tensor([True, False, True]),
 }
-DATA = "data-00000.bin"
 
 
 @pytest.fixture
 def tag(tmp_path: Path) -> Path:
     save_tag(tmp_path, "a", TENSORS, 1, SyncEngine())
     return tmp_path / "a"
+
+
+@pytest.fixture
+def data(tag: Path) -> Path:
+    return data_file(tag)
 
 
 def check(tag: Path, expected: Tensors = TENSORS) -> bool:
@@ -56,16 +60,16 @@ def flip(path: Path, place: int, bit: int) -> None:
         file.write(bytes([byte ^ (1 << bit)]))
 
 
-def test_no_flipped_bit_of_the_data_passes(tag: Path) -> None:
+def test_no_flipped_bit_of_the_data_passes(tag: Path, data: Path) -> None:
     random = Random(0)
-    size = (tag / DATA).stat().st_size
+    size = data.stat().st_size
     corners = [0, MIB - 1, MIB, 2 * MIB + 399, 2 * MIB + 400, size - 1]
     for place in [*corners, *(random.randrange(size) for _ in range(60))]:
         bit = random.randrange(8)
-        flip(tag / DATA, place, bit)
+        flip(data, place, bit)
         with pytest.raises(CorruptionError, match="are not those written"):
             load_tag(tag, SyncEngine())
-        flip(tag / DATA, place, bit)
+        flip(data, place, bit)
     assert check(tag)
 
 
@@ -81,13 +85,14 @@ def test_no_flipped_bit_of_the_manifest_passes(tag: Path) -> None:
     assert num_refused > 290, "only what means nothing (the last line's end, spaces) may change"
 
 
-@pytest.mark.parametrize("name", [DATA, MANIFEST_NAME])
-def test_no_cut_file_passes(tag: Path, name: str) -> None:
-    whole = (tag / name).read_bytes()
+@pytest.mark.parametrize("name", ["data", "manifest"])
+def test_no_cut_file_passes(tag: Path, data: Path, name: str) -> None:
+    path = data if name == "data" else tag / MANIFEST_NAME
+    whole = path.read_bytes()
     random = Random(2)
     lengths = {0, 1, len(whole) - 2, len(whole) - PAGE_NBYTES, *(random.randrange(len(whole) - 1) for _ in range(40))}
     for length in sorted(length for length in lengths if length >= 0):
-        (tag / name).write_bytes(whole[:length])
+        path.write_bytes(whole[:length])
         assert not check(tag)
         with pytest.raises(StoreError):
             find_damage(tag)
@@ -97,7 +102,7 @@ def test_no_cut_file_passes(tag: Path, name: str) -> None:
 def test_exchanged_files_are_noticed(tmp_path: Path) -> None:
     tensors = {f"t{index}": torch.full((MIB // 4,), float(index)) for index in range(2)}
     with TagWriter.begin(tmp_path, "a", engine=SyncEngine()) as first:
-        with TagWriter.join(tmp_path, "a", first.name, rank=1, engine=SyncEngine()) as second:
+        with TagWriter.join(tmp_path, "a", first.save_id, rank=1, engine=SyncEngine()) as second:
             shares = [write_share(first, {"t0": tensors["t0"]}), write_share(second, {"t1": tensors["t1"]})]
             second.writer.wait_durable()
         first.publish(fields(1), shares)
@@ -151,8 +156,8 @@ def test_a_manifest_that_is_large_without_data_is_not_read(tag: Path) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - max(before_kib, after_kib) < 64 * 1024
 
 
-def test_nothing_is_copied_from_a_damaged_chunk(tag: Path) -> None:
-    flip(tag / DATA, MIB + 5, 0)
+def test_nothing_is_copied_from_a_damaged_chunk(tag: Path, data: Path) -> None:
+    flip(data, MIB + 5, 0)
     into = torch.full_like(TENSORS["master/a"], -1.0)
     with open_tag(tag) as reader, pytest.raises(CorruptionError):
         reader.fill([Target("master/a", 0, into)])

@@ -26,8 +26,8 @@ from tests.support.inspection.insides import (
     SwapStore,
     collect_garbage,
     list_runs,
-    manifest,
     swap_dir,
+    swap_store,
 )
 from tests.support.models import LENGTH, VOCAB, ParityGPT, two_layers
 from tests.support.tags import save_tag
@@ -328,7 +328,7 @@ def test_a_tag_that_was_lost_with_its_name_leads_to_an_older_one(swap_path: Path
         assert engine.global_steps == 2
 
 
-@pytest.mark.parametrize("failing", ["prepare", "confirm"])
+@pytest.mark.parametrize("failing", ["prepare_file", "confirm_file"])
 def test_a_commit_that_fails_leaves_the_last_one_and_says_whether_training_goes_on(
     swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
@@ -339,22 +339,22 @@ def test_a_commit_that_fails_leaves_the_last_one_and_says_whether_training_goes_
         train(engine, 1, tmp_path)
         engine.flush()
         with monkeypatch.context() as patched:
-            patched.setattr(manifest, failing, fail)
+            patched.setattr(swap_store, failing, fail)
             with pytest.raises(StoreError, match="No space left"):  # at the latest of the two
                 engine.save_checkpoint(tmp_path, tag="full")
         assert not (tmp_path / "full").exists()
-        if failing == "prepare":  # nothing had changed: it can be tried again
+        if failing == "prepare_file":  # nothing had changed: it can be tried again
             train(engine, 1, tmp_path)
         else:
             with pytest.raises(TieredZeroError, match="cannot be trusted any more"):
                 train(engine, 1, tmp_path)
                 engine.flush()
     with start(config(swap_path, {"in_place": True, "resume": str(tmp_path)})) as engine:
-        assert engine.global_steps == (2 if failing == "prepare" else 1)
+        assert engine.global_steps == (2 if failing == "prepare_file" else 1)
 
 
 @pytest.mark.parametrize("update", ["overlapped", "barrier"])
-@pytest.mark.parametrize("failing", ["prepare", "_give_name"])
+@pytest.mark.parametrize("failing", ["prepare", "publish_prepared"])
 def test_a_commit_without_its_tag_is_named_and_resumed_from(
     swap_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, update: str
 ) -> None:

@@ -26,8 +26,8 @@ def record(name: str, nbytes: int, offset: int = 0) -> Record:
 
 
 WHOLE = TagManifest(
-    kind="full",
     tag="global_step7",
+    save_id="0123456789ab",
     step=7,
     written_by=written_by(created_s=1.5),
     stores=(
@@ -70,14 +70,13 @@ WHOLE = TagManifest(
     driver={"global_step": 7, "rng": {"python": [3, [1, 2, 3], None]}},
 )
 POINTER = TagManifest(
-    kind="in_place",
     tag="global_step8",
+    save_id="fedcba987654",
     step=8,
     written_by=written_by(),
     swap={
         "run_id": "20260101-000000-1-abcd",
         "paths": ["/nvme/tiered_zero-20260101-000000-1-abcd"],
-        "commit_id": "c",
     },
 )
 DATA = WHOLE.encode()
@@ -94,7 +93,7 @@ def decode(changed: Any) -> TagManifest:
 @pytest.mark.parametrize("state", [WHOLE, POINTER], ids=["full", "in place"])
 def test_round_trip(state: TagManifest) -> None:
     assert TagManifest.decode(state.encode(), PATH) == state
-    assert WHOLE.files == {"data-00000.bin": MIB + 8192, "data-00001.bin": 4096}
+    assert WHOLE.files == {"data-00000-0123456789ab.bin": MIB + 8192, "data-00001-0123456789ab.bin": 4096}
     assert WHOLE.tensors["exp_avg/conv"].memory_shape == (2, 4, 5, 3)
 
 
@@ -116,20 +115,16 @@ def test_no_cut_manifest_passes(length: int) -> None:
 
 
 def test_another_format_or_version_is_refused_by_name() -> None:
-    with pytest.raises(StoreError, match=r"version 4, found tiered_zero\.checkpoint version 2"):
-        TagManifest.decode(DATA.replace(b'"version": 4', b'"version": 2', 1), PATH)
-    with pytest.raises(StoreError, match=r"expected tiered_zero\.checkpoint version 4, found tiered_zero\.store"):
+    with pytest.raises(StoreError, match=r"version 5, found tiered_zero\.checkpoint version 2"):
+        TagManifest.decode(DATA.replace(b'"version": 5', b'"version": 2', 1), PATH)
+    with pytest.raises(StoreError, match=r"expected tiered_zero\.checkpoint version 5, found tiered_zero\.store"):
         TagManifest.decode(DATA.replace(b"tiered_zero.checkpoint", b"tiered_zero.store", 1), PATH)
 
 
 LAYER, CONV = "master/layer.0.weight", "exp_avg/conv"
 WRONG: dict[str, tuple[list[Any], Any, str]] = {
-    "kind": (["kind"], "half", "kind: Input should be 'full' or 'in_place'"),
-    "swap without its kind": (
-        ["swap"],
-        {"run_id": "r", "paths": ["/x"], "commit_id": "c"},
-        "swap: expected with kind in_place",
-    ),
+    "no id of a save": (["save_id"], "../0123456789ab", "save_id: String should match pattern"),
+    "swap directories and data files": (["swap"], {"run_id": "r", "paths": ["/x"]}, "none of an in-place commit"),
     "negative step": (["step"], -1, "step: "),
     "step of another type": (["step"], True, "step: Input should be a valid integer"),
     "huge step": (["step"], 2**70, "step: "),
@@ -190,7 +185,7 @@ def test_parts_outside_of_their_records_are_refused(record: int, offset: int) ->
 
 @pytest.mark.parametrize(
     "swap",
-    [None, {}, {"run_id": "r", "paths": []}, {"run_id": "r", "paths": ["nvme/x"]}, {"run_id": 3, "paths": ["/x"]}]
+    [{}, {"run_id": "r", "paths": []}, {"run_id": "r", "paths": ["nvme/x"]}, {"run_id": 3, "paths": ["/x"]}]
     + [{"run_id": "r", "paths": [path]} for path in ("/a/../etc", "/a\0", 3, "/a/", "")],
 )
 def test_a_pointer_must_name_plain_absolute_paths(swap: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +12,10 @@ import torch
 
 from tests.fakes.sync_io import SyncEngine
 from tests.support.inspection.insides import SwapDir, SwapStore
-from tests.support.tags import fields, save_tag, tag_to_load, write_share
+from tests.support.tags import data_file, fields, save_tag, tag_to_load, unfinished
 from tiered_zero.checkpoint.index import LATEST_NAME
-from tiered_zero.checkpoint.tag import find_checkpoint, list_tags, prune
-from tiered_zero.checkpoint.tag_writer import TagWriter
+from tiered_zero.checkpoint.tag import find_checkpoint, list_tags, look_at, prune
+from tiered_zero.checkpoint.tag_writer import LOCK_NAME, TagWriter
 from tiered_zero.errors import StoreError
 
 
@@ -38,15 +37,13 @@ class Committer:
 
     def commit(self, step: int, *, tag: str | None = None, save_latest: bool = True) -> None:
         """`tag`: "" for a run that is killed before the tag is written."""
-        commit_id = secrets.token_hex(4)
-        self.store.commit(step, {"commit_id": commit_id})
         name = f"s{step}" if tag is None else tag
-        if name:
-            paths = [str(path) for path in self.swap.paths]
-            swap = {"run_id": self.swap.run_id, "paths": paths, "commit_id": commit_id}
-            with TagWriter.begin(self.save_dir, name, engine=SyncEngine()) as writer:
-                writer.prepare(fields(step, kind="in_place", swap=swap), save_latest=save_latest)
-                writer.publish_pointer()
+        swap = {"run_id": self.swap.run_id, "paths": [str(path) for path in self.swap.paths]}
+        with TagWriter.begin(self.save_dir, name or "killed", engine=SyncEngine()) as writer:
+            self.store.commit(step, {"commit_id": writer.save_id})
+            if name:
+                writer.prepare(fields(step, swap=swap), save_latest=save_latest)
+                writer.publish_prepared()
 
 
 @pytest.fixture
@@ -137,44 +134,39 @@ def test_swap_directories_stay_and_pointers_into_one_that_cannot_be_read(run: Co
         prune(run.save_dir, keep=0)
 
 
-def test_a_tag_with_files_of_others_stays_and_stops_no_save_and_no_prune(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_of_others_in_a_tag_stay(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A prune leaves the tag, too; a save replaces it."""
     for step in (1, 2, 3):
         save(tmp_path, step)
     export = tmp_path / "s1" / "hf"
     export.mkdir()
     (export / "model.safetensors").write_text("weights")
     assert removed(tmp_path, 1) == ["s2"]
-    assert "s1 has directories that are no part of a checkpoint" in caplog.text and "'hf'" in caplog.text
-    with pytest.raises(StoreError, match=r"s1 has directories .*'hf'\. Move them elsewhere, or name another tag"):
-        save(tmp_path, 1)
-    assert tag_to_load(tmp_path, "s1").complete and (export / "model.safetensors").read_text() == "weights"
-    save(tmp_path, 4)
-    assert tag_to_load(tmp_path).tag == "s4"
+    assert "s1 has files that are no part of a checkpoint" in caplog.text and "'hf'" in caplog.text
+    assert tag_to_load(tmp_path, "s1").complete
+    save_tag(tmp_path, "s1", {"x": torch.tensor([4.0])}, 4, SyncEngine())
+    assert tag_to_load(tmp_path, "s1").step == 4 and (export / "model.safetensors").read_text() == "weights"
+    assert unfinished(tmp_path) == []
 
 
-def test_a_hidden_directory_that_cannot_be_removed_stops_no_save_and_no_prune(
+def test_files_of_a_killed_writer_that_cannot_be_removed_stop_no_save_and_no_prune(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(tmp_path, 1)
-    left = tmp_path / ".tmp-old-0123456789ab"
-    (left / "hf").mkdir(parents=True)
-    (left / "hf" / "model.safetensors").write_text("weights")
+    left = tmp_path / "left" / "data-00000-0123456789ab.bin"
+    left.mkdir(parents=True)
+    (tmp_path / LOCK_NAME).write_text("0123456789ab left")
     save(tmp_path, 2)
+    assert f"Files in {left.parent} cannot be removed: EISDIR" in caplog.text and "removed 4" not in caplog.text
     assert tag_to_load(tmp_path).tag == "s2" and removed(tmp_path, 1) == ["s1"]
-    assert caplog.text.count(f"{left} cannot be removed: ENOTEMPTY") == 2 and "removed .tmp-old" not in caplog.text
 
 
-def test_what_is_put_into_a_tag_while_it_is_replaced_keeps_latest_from_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_prune_that_was_killed_is_ended_by_the_next_writer(tmp_path: Path) -> None:
     save(tmp_path, 1)
     save(tmp_path, 2)
-    with TagWriter.begin(tmp_path, "s1", engine=SyncEngine()) as writer:
-        (tmp_path / "s1" / "hf").mkdir()
-        (tmp_path / "s1" / "hf" / "model.safetensors").write_text("weights")
-        writer.publish(fields(3), [write_share(writer, {"x": torch.tensor([3.0])})])
-    assert tag_to_load(tmp_path).step == 3 and (tmp_path / LATEST_NAME).read_text() == "s1"
-    assert caplog.text.count("cannot be removed: ENOTEMPTY") == 1
-    assert [*tmp_path.glob(".tmp-s1-*/hf/model.safetensors")]
+    data = data_file(tmp_path / "s1")
+    (tmp_path / LOCK_NAME).write_text(f"{look_at(tmp_path / 's1')[0].save_id} s1")
+    (tmp_path / "s1" / "manifest.json").unlink()
+    assert look_at(tmp_path / "s1")[0].is_unfinished and data.exists()
+    save(tmp_path, 3)
+    assert names(tmp_path) == [LATEST_NAME, "s2", "s3"]

@@ -13,6 +13,7 @@ import torch
 import tiered_zero
 from tests.support.inspection.insides import OverlappedPolicy, SwapStore
 from tests.support.models import ParityGPT, batch
+from tests.support.tags import unfinished
 from tests.support.trainers import tiered
 from tiered_zero.checkpoint.save import StateSaver
 from tiered_zero.checkpoint.tag import list_tags
@@ -60,7 +61,7 @@ def test_ctrl_c_in_a_save_leaves_the_tag_or_nothing(
         engine.flush()
         engine.save_checkpoint(tmp_path, "next")
     assert complete(tmp_path) - {"bad"} == {"good", "next"}
-    assert not list(tmp_path.glob(".tmp-*"))
+    assert unfinished(tmp_path) == []
 
 
 @pytest.mark.parametrize("update", ["barrier", "overlapped"])
@@ -84,7 +85,7 @@ def test_ctrl_c_in_a_commit_comes_behind_it(
         engine.backward(engine(*batch(1)))
         engine.step()
         engine.save_checkpoint(tmp_path, "two")
-    assert complete(tmp_path) == {"two"} and not list(tmp_path.glob(".tmp-*"))
+    assert complete(tmp_path) == {"two"} and unfinished(tmp_path) == []
 
 
 def test_an_asynchronous_save_that_was_never_begun_is_discarded(

@@ -12,6 +12,7 @@ import torch
 import tiered_zero
 from tests.support.inspection import differences, everything
 from tests.support.models import ParityGPT, batch
+from tests.support.tags import unfinished
 from tests.support.trainers import tiered
 from tiered_zero.checkpoint.tag import list_tags
 
@@ -39,7 +40,7 @@ def test_a_save_is_there_when_its_call_returns(
         for step in range(3):
             train(engine, step)
             engine.save_checkpoint(saves)
-            assert {f"global_step{step + 1}", "latest"} <= set(os.listdir(saves)) and not list(saves.glob(".tmp-*"))
+            assert {f"global_step{step + 1}", "latest"} <= set(os.listdir(saves)) and unfinished(saves) == []
             assert all(info.complete for info in list_tags(saves))
             if step:
                 shutil.rmtree(saves / f"global_step{step}")

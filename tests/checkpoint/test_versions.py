@@ -17,9 +17,9 @@ from tests.support.walks import host_config
 from tiered_zero.cli.main import main
 from tiered_zero.errors import StoreError
 
-OLD_TAG = "expected tiered_zero.checkpoint version 4, found tiered_zero.checkpoint version 2"
-OLD_STORE = "expected tiered_zero.store version 4, found tiered_zero.store version 1"
-OLD_OWNER = "expected tiered_zero.owner version 4, found no header: it is damaged, or of an older version"
+OLD_TAG = "expected tiered_zero.checkpoint version 5, found tiered_zero.checkpoint version 2"
+OLD_STORE = "expected tiered_zero.store version 5, found tiered_zero.store version 1"
+OLD_OWNER = "expected tiered_zero.owner version 5, found no header: it is damaged, or of an older version"
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from tests.checkpoint.test_export import exported, state, write_tag
 from tests.fakes.sync_io import SyncEngine
-from tests.support.inspection.insides import DATA_NAME
-from tests.support.tags import save_tag
+from tests.support.inspection.insides import DATA_NAME, LOCK_NAME
+from tests.support.tags import data_file, save_tag
 from tests.support.trainers import same_bits
 from tiered_zero.cli.main import main
 from tiered_zero.sizes import MIB
@@ -34,15 +34,16 @@ def answer(*arguments: object, code: int = 0) -> Any:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """Three whole tags, one that lost a file, one that was cut off before its rename, one of another program."""
+    """Three whole tags, one that lost a file, one whose save was cut off, one of another program."""
     for step in (1, 2, 3):
         write_tag(tmp_path / "ck", state(), step)
     lost = write_tag(tmp_path / "ck", state(), 4)
     next(lost.glob("*.bin")).unlink()
     (tmp_path / "ck" / "latest").write_text("global_step2\n")
-    unfinished = tmp_path / "ck" / ".tmp-global_step5-0123456789ab"
+    unfinished = tmp_path / "ck" / "global_step5"
     unfinished.mkdir(mode=0o700)
-    (unfinished / "data-00000.bin").write_bytes(bytes(4096))
+    (unfinished / "data-00000-0123456789ab.bin").write_bytes(bytes(4096))
+    (tmp_path / "ck" / LOCK_NAME).write_text("0123456789ab global_step5")
     foreign = tmp_path / "ck" / "other"
     foreign.mkdir()
     (foreign / "pytorch_model.bin").write_bytes(b"x")
@@ -68,7 +69,7 @@ def test_ls_says_what_is_whole_and_why_not(saved: Path) -> None:
         "global_step5": False,
         "other": False,
     }
-    assert "data-00000.bin is missing" in tags["global_step4"]["reason"]
+    assert "data-00000-" in tags["global_step4"]["reason"] and ".bin is missing" in tags["global_step4"]["reason"]
     assert "being written" in tags["global_step5"]["reason"] and "pickled" in tags["other"]["reason"]
     assert tags["global_step3"]["step"] == 3 and tags["global_step3"]["kind"] == "full"
     assert tags["global_step3"]["written_by"]["rule"] == "AdamW"
@@ -105,7 +106,7 @@ def test_verify_reads_every_byte(saved: Path) -> None:
 
 def test_verify_names_three_of_many_broken_places(tmp_path: Path) -> None:
     save_tag(tmp_path, "many", {"x": torch.ones(5 * MIB // 4)}, 1, SyncEngine())
-    data = tmp_path / "many" / "data-00000.bin"
+    data = data_file(tmp_path / "many")
     data.write_bytes(bytes(data.stat().st_size))
     shown = run("verify", tmp_path).stdout
     assert shown.count("are not those written") == 3 and "many: 5 places are broken" in shown

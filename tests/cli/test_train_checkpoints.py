@@ -225,7 +225,7 @@ def test_a_disk_without_room_for_a_checkpoint_is_named_at_the_start(
     monkeypatch.chdir(swap_path)
     task = (str(CONFIGS / "gpt_cpu.json"), *SMALL[:2], "--steps", 1, "--save")
     assert "are free for" not in train(*task, "ck").stderr
-    (data,) = Path("ck").glob("*/data-00000.bin")
+    (data,) = Path("ck").glob("*/data-00000-*.bin")
     usage = shutil.disk_usage(".")._replace(free=data.stat().st_size - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     log = train(*task, "new/ck").stderr

@@ -9,11 +9,11 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tests.crash import run_commits, run_rank_commits
 from tests.support.forked import ForkedProgram, run_forked
 from tests.support.inspection.insides import list_runs, load_manifests
+from tests.support.tags import unfinished
 
 ROOT = Path(__file__).parents[2]
 CASES = [
@@ -174,5 +174,4 @@ def latest_step(save_dir: Path) -> int:
 
 def is_in_save(save_dir: Path, swap_path: Path) -> bool:
     """Whether a process that was killed has left names of a save that was under way."""
-    names: list[Any] = [name for name in os.listdir(save_dir) if name.startswith(".tmp-")]
-    return bool(names or [*swap_path.glob("*/manifest.next")])
+    return bool(unfinished(save_dir) or [*swap_path.glob("*/manifest.next")])

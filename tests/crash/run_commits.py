@@ -26,6 +26,7 @@ import tiered_zero
 from tests.support.configs import SMALL_DEVICE
 from tests.support.imports import freeze_imports
 from tests.support.models import LENGTH, VOCAB, ParityGPT
+from tests.support.tags import unfinished
 
 STEPS_PER_KILL = 4
 """Most that a process takes before it is killed."""
@@ -173,7 +174,7 @@ def main() -> None:
             text += data
         os.close(pipe)
         lines = [json.loads(line) for line in text.decode().splitlines(keepends=True) if line.endswith("\n")]
-        in_save = bool([*save_dir.glob(".tmp-*"), *swap_path.glob("*/manifest.next")])
+        in_save = bool([*unfinished(save_dir), *swap_path.glob("*/manifest.next")])
         processes.append({"lines": lines, "ended": ended, "status": status, "in_save": in_save})
         if ended:
             break

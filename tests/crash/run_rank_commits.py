@@ -27,6 +27,7 @@ from tests.crash.run_commits import STEPS_PER_KILL, config, digest, read_until, 
 from tests.support.hosts import enter_host, free_port
 from tests.support.imports import freeze_imports
 from tests.support.models import ParityGPT
+from tests.support.tags import unfinished
 from tiered_zero.errors import EngineFailedError, RankError, TieredZeroError
 
 MOST_S = 300.0
@@ -174,7 +175,7 @@ def main() -> None:
                 os.kill(children[victim], signal.SIGKILL)
         statuses = end(children)
         lines = [line for one in zip(pipes, texts, strict=True) for line in lines_of(*one)]
-        in_save = bool([*save_dir.glob(".tmp-*"), *swap_path.glob("*/*/manifest.next")])
+        in_save = bool([*unfinished(save_dir), *swap_path.glob("*/*/manifest.next")])
         starts.append({"lines": lines, "ended": ended, "statuses": statuses, "in_save": in_save})
         if ended:
             break

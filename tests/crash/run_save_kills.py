@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from tests.support.inspection.insides import prune
-from tests.support.tags import equal_bits, load_tag, newest_complete, save_tag, tag_to_load
+from tests.support.tags import equal_bits, load_tag, newest_complete, save_tag, tag_to_load, unfinished
 
 
 def tensors_of(step: int) -> dict[str, torch.Tensor]:
@@ -66,7 +66,7 @@ def main() -> None:
         assert equal_bits(load_tag(newest.path), tensors_of(found)), found
         named = tag_to_load(path).step
         assert returned <= named <= found, (returned, named, found)
-        left = sum(name.startswith((".tmp", ".old")) for name in os.listdir(path))
+        left = len(unfinished(path))
         print(json.dumps({"known": max(begun, returned), "found": found, "left": left, "life_s": life_s}), flush=True)
 
 

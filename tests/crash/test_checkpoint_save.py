@@ -19,6 +19,7 @@ from tests.fakes.crash_tree import CrashTree, RecordingTree, lay_out
 from tests.fakes.sync_io import SyncEngine
 from tests.support.forked import run_forked
 from tests.support.inspection.insides import (
+    LOCK_NAME,
     data_files,
     files,
     list_tags,
@@ -26,7 +27,7 @@ from tests.support.inspection.insides import (
     tag_writer,
 )
 from tests.support.inspection.insides import tag as tag_module
-from tests.support.tags import equal_bits, load_tag, save_tag, tag_to_load
+from tests.support.tags import equal_bits, load_tag, save_tag, tag_to_load, unfinished
 from tiered_zero import system
 from tiered_zero.errors import StoreError
 
@@ -50,14 +51,12 @@ def tensors_of(step: int) -> dict[str, torch.Tensor]:
     return {key: torch.randn(numel, generator=generator) for key, numel in (("a", 5), ("b", 3 * PAGE // 4 + 77))}
 
 
-def run(path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool) -> tuple[list[Operation], list[Save]]:
+def run(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Operation], list[Save]]:
     """Saves under new names, over an old name twice, and a prune."""
     log: list[Operation] = []
     tree = RecordingTree(log)
     for module in (tag_writer, data_files, files, tag_module, system):
         monkeypatch.setattr(module, "os", tree)
-    exchange = tag_writer.exchange if can_exchange else lambda *names: False
-    monkeypatch.setattr(tag_writer, "exchange", lambda *names: tree.exchange(*names, exchange))
     engine = SyncEngine(operations=log)
     saves = []
     for step, tag in enumerate(["a", "b", "b", "c", "c"], start=1):
@@ -110,7 +109,7 @@ def check_every_crash(log: list[Operation], saves: list[Save], root: Path, where
                 save_tag(here, "next", tensors_of(0), 99, SyncEngine())
                 assert tag_to_load(here).step == 99
                 assert all(tag.complete for tag in list_tags(here)), list_tags(here)
-                assert not [name for name in os.listdir(here) if name.startswith((".tmp", ".old"))]
+                assert unfinished(here) == []
             shutil.rmtree(ruin)
     return num_crashes
 
@@ -123,36 +122,28 @@ def ruins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(path)
 
 
-@pytest.mark.parametrize("can_exchange", [True, False], ids=["exchange", "two renames"])
-def test_every_crash_leaves_a_whole_checkpoint(
-    tmp_path: Path, ruins: Path, can_exchange: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log, saves = run(tmp_path / "ck", monkeypatch, can_exchange)
+def test_every_crash_leaves_a_whole_checkpoint(tmp_path: Path, ruins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, saves = run(tmp_path / "ck", monkeypatch)
     monkeypatch.undo()
-    kinds = {kind for kind, *_ in log}
-    assert kinds >= {"create", "write", "sync", "mkdir", "rename", "remove", "sync_directory"}
-    assert ("exchange" in kinds) == can_exchange
+    assert {kind for kind, *_ in log} >= {"create", "write", "sync", "mkdir", "rename", "remove", "sync_directory"}
     assert check_every_crash(log, saves, tmp_path, ruins) > 500
-
-
-def is_hidden(path: str) -> bool:
-    return Path(path).name.startswith(".tmp-")
 
 
 @pytest.mark.parametrize(
     ("kind", "where"),
     [
         ("sync", lambda path: path.endswith(".bin")),
-        ("sync", lambda path: path.endswith("manifest.json")),
-        ("sync_directory", is_hidden),
-        ("sync_directory", lambda path: not is_hidden(path)),
+        ("sync", lambda path: path.endswith("manifest.json.next")),
+        ("sync", lambda path: path.endswith(LOCK_NAME)),
+        ("sync_directory", lambda path: not path.endswith("ck")),
+        ("sync_directory", lambda path: path.endswith("ck")),
     ],
-    ids=["data", "manifest", "temporary directory", "save directory"],
+    ids=["data", "manifest", "lock file", "tag", "save directory"],
 )
 def test_the_replay_notices_a_missing_sync(
     tmp_path: Path, ruins: Path, kind: str, where: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log, saves = run(tmp_path / "ck", monkeypatch, True)
+    log, saves = run(tmp_path / "ck", monkeypatch)
     monkeypatch.undo()
     without = [("nothing", "") if item[0] == kind and where(item[1]) else item for item in log]  # type: ignore[operator]
     assert without != log
@@ -171,4 +162,4 @@ def test_killed_processes_leave_the_last_checkpoint_or_the_next(swap_path: Path)
     # "known": from which it began, or that of its last save which returned; a save may be whole before it returns
     assert all(child["found"] in (child["known"], child["known"] + 1) for child in children), children
     save_tag(swap_path / "ck", "end", tensors_of(0), 10**6)
-    assert not [name for name in os.listdir(swap_path / "ck") if name.startswith((".tmp", ".old"))]
+    assert unfinished(swap_path / "ck") == []

@@ -71,13 +71,6 @@ class RecordingTree:
         os.rmdir(path, dir_fd=dir_fd)
         self.log.append(("remove", _full(path, dir_fd)))
 
-    def exchange(self, dir_fd: int, name: str, other: str, act: Any) -> bool:
-        """`act`: exchanges the two names; False where the system cannot."""
-        done = bool(act(dir_fd, name, other))
-        if done:
-            self.log.append(("exchange", _full(name, dir_fd), _full(other, dir_fd)))
-        return done
-
 
 def _path_of(fd: int) -> str:
     return os.readlink(f"/proc/self/fd/{fd}")
@@ -127,9 +120,8 @@ class CrashTree:
         kind, path, *rest = operation
         if kind in ("create", "mkdir"):
             self._change({path: _File() if kind == "create" else _Directory()})
-        elif kind in ("rename", "exchange"):
-            moved = self._find(path)
-            self._change({path: self._find(rest[0]) if kind == "exchange" else None, rest[0]: moved})
+        elif kind == "rename":
+            self._change({path: None, rest[0]: self._find(path)})
         elif kind == "remove":
             self._change({path: None})
         elif kind == "sync_directory":

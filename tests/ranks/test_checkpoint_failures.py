@@ -16,7 +16,7 @@ from tests.ranks.pool import RankPool
 from tests.ranks.saving import Place, build, train, weights_of
 from tests.ranks.training import differences
 from tests.support.inspection.insides import OffloadedParams, RecordWriter, list_tags
-from tests.support.tags import load_tag
+from tests.support.tags import data_file, load_tag
 from tiered_zero.errors import EngineFailedError, ModelError, RankError, StoreError, TransferError
 
 PLACE = Place(world=2, stage=1)
@@ -141,7 +141,7 @@ def disagree(swap_path: str, save_dir: str) -> dict[str, str]:
     before = weights_of(engine)
     engine.save_checkpoint(save_dir, tag=f"of rank {rank}")
     if rank == 1:
-        os.truncate(os.path.join(save_dir, "of rank 0", "data-00001.bin"), 4096)
+        os.truncate(data_file(Path(save_dir) / "of rank 0", rank=1), 4096)
     engine.optimizer.read_state(model.norm.weight)  # rank 0 waits for the cut
     with pytest.raises(StoreError) as cut_off:
         engine.load_checkpoint(save_dir)

@@ -15,7 +15,7 @@ from tests.ranks.pool import RankPool
 from tests.ranks.saving import Place, build, load, save, train, warnings_noted, weights_of
 from tests.ranks.training import differences
 from tests.support.inspection.insides import weights
-from tests.support.tags import equal_bits, load_tag
+from tests.support.tags import data_file, equal_bits, load_tag
 from tiered_zero.errors import StoreError
 
 SAVED = [
@@ -84,7 +84,7 @@ def test_what_resume_skips_is_said(ranks: RankPool, tmp_path: Path, swap_path: P
     place = SAVED[1]
     ranks.run(save, place.world, place, str(swap_path), str(tmp_path), steps=1, more=0)
     ranks.run(save, place.world, place, str(swap_path), str(tmp_path), steps=2, more=0)
-    data = tmp_path / "global_step2" / "data-00001.bin"
+    data = data_file(tmp_path / "global_step2", rank=1)
     os.truncate(data, data.stat().st_size - 4096)
     for rank, (name, lines) in enumerate(ranks.run(resume_noting, 2, place, str(swap_path), str(tmp_path))):
         said = [line for line in lines if "global_step2" in line and "bytes; expected" in line]

@@ -167,7 +167,7 @@ def resume_two_stores(swap_path: str, save_dir: str) -> dict[str, Any]:
 FAULTS: dict[str, tuple[Any, str, Callable[..., None]]] = {
     "cannot prepare": (manifest, "prepare", full_disk),
     "cannot decide": (manifest, "confirm", full_disk),
-    "cannot tag": (TagWriter, "_give_name", full_disk),
+    "cannot tag": (TagWriter, "publish_prepared", full_disk),
     "killed before it prepares": (Commits, "prepare", kill),
     "killed once prepared": (Commits, "prepare", then_kill(Commits.prepare)),
     "killed before it decides": (Commits, "decide", kill),

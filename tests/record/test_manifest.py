@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.support.json_files import read_body, with_body
 from tiered_zero.errors import StoreError
 from tiered_zero.record import manifest
+from tiered_zero.record.files import confirm_file, discard_file, prepare_file
 from tiered_zero.record.manifest import Manifest, Range, Record
 
 STATE = Manifest(
@@ -25,13 +26,13 @@ DATA = STATE.encode()
 
 def test_round_trip(tmp_path: Path) -> None:
     assert manifest.load(tmp_path) == (None, None)
-    manifest.prepare(tmp_path, DATA)
+    prepare_file(tmp_path / manifest.MANIFEST_NAME, DATA)
     assert manifest.load(tmp_path) == (None, STATE)
-    manifest.confirm(tmp_path)
-    manifest.prepare(tmp_path, DATA)
+    confirm_file(tmp_path / manifest.MANIFEST_NAME)
+    prepare_file(tmp_path / manifest.MANIFEST_NAME, DATA)
     assert manifest.load(tmp_path) == (STATE, STATE)
-    manifest.discard(tmp_path)
-    manifest.discard(tmp_path)
+    discard_file(tmp_path / manifest.MANIFEST_NAME)
+    discard_file(tmp_path / manifest.MANIFEST_NAME)
     assert manifest.load(tmp_path) == (STATE, None)
     assert (tmp_path / manifest.MANIFEST_NAME).stat().st_mode & 0o777 == 0o600
 
@@ -54,19 +55,19 @@ def test_no_cut_manifest_passes(length: int) -> None:
 
 
 def test_a_torn_next_one_counts_as_absent_a_damaged_current_one_does_not(tmp_path: Path) -> None:
-    manifest.prepare(tmp_path, DATA)
-    manifest.confirm(tmp_path)
-    manifest.prepare(tmp_path, DATA[:-5])
+    prepare_file(tmp_path / manifest.MANIFEST_NAME, DATA)
+    confirm_file(tmp_path / manifest.MANIFEST_NAME)
+    prepare_file(tmp_path / manifest.MANIFEST_NAME, DATA[:-5])
     assert manifest.load(tmp_path) == (STATE, None)
     (tmp_path / manifest.MANIFEST_NAME).write_bytes(DATA[:-5])
     with pytest.raises(StoreError, match="is damaged"):
         manifest.load(tmp_path)
 
 
-@pytest.mark.parametrize("version", [1, 3, 5])
+@pytest.mark.parametrize("version", [1, 3, 6])
 def test_another_version_is_refused_by_name(version: int) -> None:
-    data = DATA.replace(b'"version": 4', b'"version": %d' % version)
-    found = rf"version 4, found tiered_zero\.store version {version}; read it with the release that wrote it\.$"
+    data = DATA.replace(b'"version": 5', b'"version": %d' % version)
+    found = rf"version 5, found tiered_zero\.store version {version}; read it with the release that wrote it\.$"
     with pytest.raises(StoreError, match=found):
         Manifest.decode(data, Path("m"))
 

@@ -84,6 +84,22 @@ def save_tag(
         writer.publish(fields(step, **changes), [write_share(writer, tensors)])
 
 
+def data_file(tag_dir: Path, rank: int = 0) -> Path:
+    """The data file that a rank has written."""
+    (path,) = tag_dir.glob(f"data-{rank:05d}-*.bin")
+    return path
+
+
+def unfinished(save_dir: Path) -> list[str]:
+    """The files of saves that are not published, or were replaced, by their paths below the save directory."""
+    found = [*save_dir.glob("*.next"), *save_dir.glob("*/*.next")]
+    for path in save_dir.glob("*/data-*.bin"):
+        manifest = path.with_name("manifest.json")
+        if not manifest.exists() or path.stem.rpartition("-")[2] not in manifest.read_text():
+            found.append(path)
+    return sorted(str(path.relative_to(save_dir)) for path in found)
+
+
 def newest_complete(save_dir: Path) -> TagInfo | None:
     return next((info for info in reversed(list_tags(save_dir)) if info.complete), None)
 

@@ -1,7 +1,7 @@
 """Save what a run holds in directories that do not depend on where the run kept its bytes, and load it again.
 
-Promise. A tag (one saved checkpoint) is whole or absent: it gets its name by one rename, after its files and its
-manifest are durable. A read returns what was written, or raises an error that names file and offset. A file from
+Promise. A tag (one saved checkpoint) is whole or absent: one rename of its manifest publishes it, after its files and
+the manifest are durable. A read returns what was written, or raises an error that names file and offset. A file from
 another person cannot run code.
 
 Owner. One process at a time writes in a save directory (flock). Tensors are keyed by parameter name and original shape,

@@ -121,13 +121,13 @@ class Checkpoints:
         if self._is_async:
             self.async_save.start(self._state, self._policy, tag, captured[0], ready)
             return
+        if self._commits is None:
+            self._write(tag, captured[0], ready)
+            return
         try:
-            if self._commits is not None:
-                self._commits.save(tag, captured[0].fields, save_latest=save_latest)
-            else:
-                self._write(tag, captured[0], ready)
+            self._commits.save(tag, captured[0].fields, save_latest=save_latest)
         finally:
-            tag.discard()  # does nothing if it was published
+            tag.discard()
 
     def _write(self, tag: TagWriter, capture: Capture, ready: Transfer) -> None:
         """Write this rank's share of the tag. Then, on rank 0, publish the shares of all ranks. `ready`: completes when
@@ -137,17 +137,17 @@ class Checkpoints:
         def write() -> Share:
             self._state.pipeline.cancel_prefetch()  # to free staging buffers, which the save needs
             try:
-                with tag.writing():
-                    share = capture.write(self._state, tag, ready, self._state.view.scalars)
-                    if not is_first:
-                        tag.writer.wait_durable()
+                share = capture.write(self._state, tag, ready, self._state.view.scalars)
+                if not is_first:
+                    tag.writer.wait_durable()
                 return share
             finally:
                 self._state.pipeline.prefetch()
 
         decode = Share.model_validate_json
-        shares = agree(self._ranks, f"{SAVE}: the files", write, encode=Share.model_dump_json, decode=decode)
-        agree(self._ranks, f"{SAVE}: the manifest", lambda: capture.publish(tag, shares) if is_first else None)
+        with tag:
+            shares = agree(self._ranks, f"{SAVE}: the files", write, encode=Share.model_dump_json, decode=decode)
+            agree(self._ranks, f"{SAVE}: the manifest", lambda: capture.publish(tag, shares) if is_first else None)
 
     def set_scheduler(self, scheduler: Any) -> None:
         """Save and restore the state of `scheduler` from now on; None: save no scheduler's state."""
@@ -333,15 +333,15 @@ def _begin_tag(ranks: Collectives, save_dir: str | os.PathLike[str], wanted: Seq
         if rank == 0:
             needed, own = sum(sizes), sizes[0]
             begun.append(TagWriter.begin(save_dir, tag, needed_nbytes=needed, own_nbytes=own))
-        return begun[0].name if begun else ""
+        return begun[0].save_id if begun else ""
 
-    def join(name: str) -> None:
+    def join(save_id: str) -> None:
         if rank > 0:
-            begun.append(TagWriter.join(save_dir, tag, name, rank=rank, needed_nbytes=sizes[rank]))
+            begun.append(TagWriter.join(save_dir, tag, save_id, rank=rank, needed_nbytes=sizes[rank]))
 
     try:
-        name = agree(ranks, f"{SAVE}: its directory", begin)[0]
-        agree(ranks, f"{SAVE}: its directory on every rank", partial(join, name))
+        save_id = agree(ranks, f"{SAVE}: its directory", begin)[0]
+        agree(ranks, f"{SAVE}: its directory on every rank", partial(join, save_id))
     except BaseException:
         for writer in begun:
             writer.discard()

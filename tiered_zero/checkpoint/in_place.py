@@ -2,22 +2,21 @@
 
 [Note: In-place commits] A store is a set of swap files with a manifest, the durable table of its records. A commit
 writes a new manifest, with the checkpoint's manifest (`TagManifest`) in its metadata. A load takes the newest manifest
-of the store with the optimizer state. A tag in a save directory only points to that store, and gets its name later. A
+of the store with the optimizer state. A tag in a save directory only points to that store, and is published later. A
 commit of step N, after one of an earlier step M:
 
     1  updates stop; they have written only slots that manifest M does not name
-    2  sync the data files, write and sync `manifest.next`; meanwhile write and sync the tag under a temporary name
+    2  sync the data files, write and sync `manifest.next`; meanwhile write and sync the tag's next manifest
     3  rename `manifest.next` to `manifest`, sync the swap directory
     4  updates may write the slots that manifest N does not name
-    5  rename the tag and `latest`, sync the save directory, remove a tag that was replaced
+    5  rename the tag's manifest, then `latest`, and sync both directories
 
 After a crash the disk may lack any page that was not synced:
 
     in 1, 2     M is loaded: nothing that it names was overwritten. The next run removes `manifest.next`, and the next
-                save removes temporary names
+                save removes the tag's
     in 3        M is loaded, as above; or N, if the rename is on the disk. A tag of M then leads to N by the run's id
-    in 4, 5     N is loaded. If the new tag or the new `latest` is lost, the old one leads to N: a tag of M by the run's
-                id, a `latest` without its tag by the newest pointer
+    in 4, 5     N is loaded. If the new tag or the new `latest` is lost, the old one leads to N by the run's id
     without M   (N is the first commit) nothing can be loaded before 3, N afterwards; the save directory leads to N from
                 5 on
 
@@ -35,7 +34,6 @@ import hashlib
 import json
 import logging
 import os
-import secrets
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -48,7 +46,6 @@ import xxhash
 
 from tiered_zero.checkpoint.driver import join_states, own_state, to_json
 from tiered_zero.checkpoint.index import (
-    CommitLocation,
     RankPart,
     RunState,
     Share,
@@ -118,32 +115,25 @@ class Commits:
         """Commit the state on every rank, between two updates, and publish a tag that points to the commit. `fields`:
         fields of TagManifest, with this rank's captured driver state. If this raises, the caller discards the tag.
         Raises StoreError and others."""
-        location, commit_id = _location(self._stores[0]), secrets.token_hex(16)
-        swap = CommitLocation(run_id=location.run_id, paths=location.paths, commit_id=commit_id)
-        fields = {**fields, "kind": "in_place", "swap": swap}
+        fields = {**fields, "swap": _location(self._stores[0])}
         driver: dict[str, Any] = fields["driver"]
         pointer: Transfer = COMPLETED
         try:
             if self._ranks.rank == 0:  # write the tag during the commit: both wait for disks
                 prepare = partial(tag.prepare, {**fields, "driver": {}}, save_latest=save_latest)
                 pointer = self._state.runtime.accelerator.lane("save").submit(prepare)
-            share = partial(self.share, own_state(driver), commit_id)
-            shares = agree(
-                self._ranks,
-                f"{SAVE}: what it commits",
-                share,
-                encode=Share.model_dump_json,
-                decode=Share.model_validate_json,
-            )
+            share, decode = partial(self.share, own_state(driver)), Share.model_validate_json
+            shares = agree(self._ranks, f"{SAVE}: what it commits", share, encode=Share.model_dump_json, decode=decode)
             driver = join_states(driver, [share.driver for share in shares])
-            self._commit(TagManifest(**{**fields, "driver": driver}, tag=tag.tag), shares, tag, pointer)
+            self._commit(
+                TagManifest(**{**fields, "driver": driver}, tag=tag.tag, save_id=tag.save_id), shares, tag, pointer
+            )
         finally:
             wait_quietly(pointer)
 
-    def share(self, driver: Mapping[str, Any], commit_id: str) -> Share:
+    def share(self, driver: Mapping[str, Any]) -> Share:
         """Write the copies of buffers and parameters (`DurableCopies`), and return this rank's part of the commit.
-        `driver`: this rank's own part of the driver state. `commit_id`: the id to propose for the commit. Raises
-        StoreError, TransferError."""
+        `driver`: this rank's own part of the driver state. Raises StoreError, TransferError."""
         state, scalars = self._state, self._state.view.scalars
         with torch.no_grad():
             self._copies.write(state.named_buffers())
@@ -159,7 +149,6 @@ class Commits:
                 layout=self._layout,
                 initialized=scalars.subgroups,
             ),
-            commit_id=commit_id,
         )
 
     @hold_interrupts()
@@ -203,7 +192,7 @@ class Commits:
         """Make the state durable next to the last commit, and refuse writes until `confirm` or `cancel`. If this raises
         StoreError, the caller must call `cancel`."""
         first = _parts(shares)[0].stores[0]
-        followed = {COMMIT_ID: shares[0].commit_id, DECIDED_BY: first.model_dump()}
+        followed = {COMMIT_ID: manifest.save_id, DECIDED_BY: first.model_dump()}
         for store in reversed(self._stores):
             decides = store.run_id == first.run_id
             store.prepare(manifest.step, _metadata(manifest, shares) if decides else followed)
@@ -227,7 +216,7 @@ class Commits:
         """Give the tag its name. `pointer`: completes when the tag is prepared. Raises StoreError."""
         try:
             pointer.wait()
-            tag.publish_pointer()
+            tag.publish_prepared()
         except Exception as error:
             swap = self._stores[0].paths[0]
             raise StoreError(
@@ -244,7 +233,7 @@ def _location(store: SwapStore) -> StoreLocation:
 def _metadata(manifest: TagManifest, shares: Sequence[Share]) -> dict[str, Any]:
     """Return a commit's metadata (`Commit`, as JSON). Raises StoreError if a part of a tensor is missing."""
     whole = manifest.model_copy(update=join_shares(shares))
-    commit = Commit(commit_id=shares[0].commit_id, checkpoint=whole, ranks=_parts(shares))
+    commit = Commit(commit_id=manifest.save_id, checkpoint=whole, ranks=_parts(shares))
     return commit.model_dump(mode="json")
 
 

@@ -46,7 +46,7 @@ from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import PACKED_ALIGNMENT_NBYTES, ParamSpec, Unit
 from tiered_zero.layout.subgroups import ParamPiece, Segment
 from tiered_zero.record.directory import PlainPath
-from tiered_zero.record.files import Count, JsonFile, StrictModel
+from tiered_zero.record.files import Count, JsonFile, StrictModel, next_path
 from tiered_zero.record.manifest import Contents
 from tiered_zero.rules.rule import StateField
 from tiered_zero.rules.state_layout import StateLayout
@@ -58,7 +58,11 @@ from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork
 
 MANIFEST_NAME: Final = "manifest.json"
 LATEST_NAME: Final = "latest"
+DATA_FILE: Final = re.compile(r"data-\d{5}-([0-9a-f]{12})\.bin")
+"""Matches the names of data files; the group is the id of the save that has written the file."""
+
 TAG: Final = re.compile(r"[^./\x00-\x1f\x7f\ud800-\udfff][^/\x00-\x1f\x7f\ud800-\udfff]*")
+_TAKEN: Final = (LATEST_NAME, next_path(Path(LATEST_NAME)).name)
 _MOST_TAG_NBYTES: Final = 200
 
 Form = Literal["plain", "joined", "magnitude", "rounded"]
@@ -98,13 +102,6 @@ class StoreLocation(StrictModel):
     def first(self) -> Path:
         """The directory that holds the store's manifest."""
         return Path(self.paths[0])
-
-
-@final
-class CommitLocation(StoreLocation):
-    """The location of the store that decides an in-place commit. `commit_id`: the commit's id."""
-
-    commit_id: Text
 
 
 class Source(NamedTuple):
@@ -214,14 +211,16 @@ class WrittenBy(StrictModel):
 
 @final
 class TagManifest(JsonFile):
-    """The manifest of a checkpoint. `stores`: the contents of a full save's data files, one for each rank. `scalars`
-    (by parameter name) and `driver`: values encoded by `to_json` of driver.py. `aliases`: another name of a tensor in
-    the model's state_dict -> the name used here. `swap`: the in-place commit to which a tag points."""
+    """The manifest of a checkpoint. `save_id`: the id of the save, which is in the names of
+    its data files, and is the id of an in-place commit. `stores`: the
+    contents of a full save's data files, one for each rank. `scalars` (by parameter name) and `driver`: values encoded
+    by `to_json` of driver.py. `aliases`: another name of a tensor in the model's state_dict -> the name used here.
+    `swap`: the store that decides an in-place commit; None of a full save."""
 
     format_name = "tiered_zero.checkpoint"
 
-    kind: Literal["full", "in_place"]
     tag: Text
+    save_id: Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
     step: Count
     written_by: WrittenBy
     tensors: dict[Text, TensorEntry] = Field(default_factory=dict)
@@ -230,21 +229,20 @@ class TagManifest(JsonFile):
     scalars: dict[Text, Any] = Field(default_factory=dict)
     driver: dict[str, Any] = Field(default_factory=dict)
     aliases: dict[Text, Text] = Field(default_factory=dict)
-    swap: CommitLocation | None = None
+    swap: StoreLocation | None = None
 
     @property
     def files(self) -> dict[str, int]:
         """The data files of a full save: name -> size in bytes."""
         return {
-            file_name(rank): store.capacity_nbytes for rank, store in enumerate(self.stores) if store.capacity_nbytes
+            file_name(rank, self.save_id): store.capacity_nbytes
+            for rank, store in enumerate(self.stores)
+            if store.capacity_nbytes
         }
 
     @model_validator(mode="after")
     def _check(self) -> TagManifest:
-        in_place = self.kind == "in_place"
-        if in_place == (self.swap is None):
-            raise ValueError("swap: expected with kind in_place, and only there")
-        if any(len(store.weights) != 1 for store in self.stores) or (in_place and self.stores):
+        if any(len(store.weights) != 1 for store in self.stores) or (self.swap is not None and self.stores):
             raise ValueError("stores: expected one file of each, and none of an in-place commit")
         known = set[RecordName]()
         for rank, store in enumerate(self.stores):
@@ -252,7 +250,7 @@ class TagManifest(JsonFile):
                 known.add(RecordName(rank, record.name))
                 if sum(end - start for start, end, *_ in store.ranges[record.name]) != record.extent_nbytes:
                     raise ValueError(f"stores: expected checksums of all bytes of record {record.name[:80]!a}")
-        if not in_place and (unknown := [record.name for record in self.records if record not in known]):
+        if self.swap is None and (unknown := [record.name for record in self.records if record not in known]):
             raise ValueError(f"records: there is none of the name {unknown[0][:80]!a}")
         _check_tensors(self.tensors)
         return self
@@ -260,7 +258,7 @@ class TagManifest(JsonFile):
 
 def check_tag(tag: object) -> str:
     """Check that `tag` can be the name of a checkpoint's directory, and return it. Raises StoreError."""
-    if isinstance(tag, str) and TAG.fullmatch(tag) and tag != LATEST_NAME and len(tag.encode()) <= _MOST_TAG_NBYTES:
+    if isinstance(tag, str) and TAG.fullmatch(tag) and tag not in _TAKEN and len(tag.encode()) <= _MOST_TAG_NBYTES:
         return tag
     raise StoreError(
         f"A checkpoint's tag must be a plain directory name of at most {_MOST_TAG_NBYTES} bytes: no slash, no leading "
@@ -268,9 +266,9 @@ def check_tag(tag: object) -> str:
     )
 
 
-def file_name(rank: int) -> str:
-    """Return the name of the data file that a rank writes in a full save."""
-    return f"data-{rank:05d}.bin"
+def file_name(rank: int, save_id: str) -> str:
+    """Return the name of the data file that a rank writes in the full save `save_id`."""
+    return f"data-{rank:05d}-{save_id}.bin"
 
 
 # -- shares of ranks ---------------------------------------------------------------------------------------------------
@@ -293,8 +291,7 @@ class Share(StrictModel):
 
     `tensors`: with this rank's parts only. `records`: the records of these parts; `Source.record` is a position in this
     list. `scalars`: of this rank's parameters. `driver`: the rank's own part of the driver state. `stores`: its
-    data file in a full save. `rank`: its part of an in-place commit. `commit_id`: the id that it proposes for that
-    commit; rank 0's is used."""
+    data file in a full save. `rank`: its part of an in-place commit."""
 
     tensors: dict[str, TensorEntry]
     records: list[RecordName]
@@ -302,7 +299,6 @@ class Share(StrictModel):
     driver: Mapping[str, Any]
     stores: list[Contents] = Field(default_factory=list)
     rank: RankPart | None = None
-    commit_id: str = ""
 
 
 def join_shares(shares: Sequence[Share]) -> dict[str, Any]:

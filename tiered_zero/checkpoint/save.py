@@ -180,7 +180,7 @@ def _begin_during_training(state: RunState, tag: TagWriter, capture: Capture, re
 
     def write() -> None:
         try:
-            with tag.writing():
+            with tag:
                 share = capture.write(state, tag, ready, scalars, lambda subgroup: held[subgroup].complete())
                 capture.publish(tag, [share])
             end.complete()

@@ -21,6 +21,7 @@ from pydantic import Field, ValidationError
 from pydantic_core import to_json
 
 from tiered_zero.checkpoint.index import (
+    DATA_FILE,
     LATEST_NAME,
     MANIFEST_NAME,
     TAG,
@@ -32,7 +33,7 @@ from tiered_zero.checkpoint.index import (
     file_name,
 )
 from tiered_zero.checkpoint.load import TensorReader
-from tiered_zero.checkpoint.tag_writer import OLD, TEMPORARY, SaveDirectory, hidden_tag
+from tiered_zero.checkpoint.tag_writer import SaveDirectory, change_under_way
 from tiered_zero.errors import StoreError
 from tiered_zero.io.engine import IOEngine
 from tiered_zero.record.data_files import (
@@ -51,6 +52,7 @@ from tiered_zero.record.files import (
     first_problem,
     kind_text,
     names_in,
+    next_path,
     open_directory,
     open_of_owner,
     read_file,
@@ -60,30 +62,6 @@ from tiered_zero.record.manifest import load as load_manifests
 from tiered_zero.sizes import MIB
 
 logger = logging.getLogger("tiered_zero")
-
-# -- names -------------------------------------------------------------------------------------------------------------
-
-
-def tag_path(save_dir: str | os.PathLike[str], tag: str) -> Path:
-    """Return the path of a tag. If a writer died while it replaced the tag, this is the hidden directory of the old
-    version. Raises StoreError for a bad tag."""
-    path = Path(save_dir) / check_tag(tag)
-    if not os.path.lexists(path):
-        for name in _names(Path(save_dir)):
-            if hidden_tag(OLD, name) == tag:
-                return path.with_name(name)
-    return path
-
-
-def _visible_tag(name: str, names: Sequence[str]) -> str | None:
-    """Return the tag that the directory `name` holds, even if the directory is hidden. Return None if it holds none, or
-    the old version of a tag that is in `names`, the names in the save directory."""
-    if (old := hidden_tag(OLD, name)) is not None:
-        return None if old in names else old
-    if (temporary := hidden_tag(TEMPORARY, name)) is not None:
-        return temporary
-    return name if TAG.fullmatch(name) and name != LATEST_NAME else None
-
 
 # -- commits ---------------------------------------------------------------------------------------------------------
 
@@ -204,11 +182,12 @@ def _parts(committed: Manifest, path: Path) -> list[RankPart]:
 @dataclass(frozen=True, kw_only=True)
 class TagInfo:
     """What `look_at` finds out about one tag. `complete`: whether it can be loaded. `reason`: why not, or "". `nbytes`:
-    what it takes on disk. `is_foreign`: whether it is another program's checkpoint. `created_s`: seconds since the
+    what it takes on disk. `save_id`: see `TagManifest`. `is_unfinished`: whether it is being written or removed, or was
+    when its process ended. `is_foreign`: whether it is another program's checkpoint. `created_s`: seconds since the
     epoch; 0.0 if unknown.
 
-    Of an in-place commit: `run_id`, `commit_id`: the ids in the tag. `swap`, `held_id`: the directory and the id of the
-    run's newest commit; None if it is not found."""
+    Of an in-place commit: `run_id`: the run that made it. `swap`, `held_id`: the directory and the id of the run's
+    newest commit; None if it is not found."""
 
     tag: str
     path: Path
@@ -219,16 +198,17 @@ class TagInfo:
     reason: str = ""
     written_by: WrittenBy | None = None
     created_s: float = 0.0
+    save_id: str = ""
     run_id: str = ""
-    commit_id: str = ""
     swap: Path | None = None
     held_id: str | None = None
+    is_unfinished: bool = False
     is_foreign: bool = False
 
     @property
     def is_superseded(self) -> bool:
         """Whether the tag's commit is gone, because its run has committed in place again."""
-        return self.held_id is not None and self.held_id != self.commit_id
+        return self.held_id is not None and self.held_id != self.save_id
 
 
 _PLAIN_MANIFEST_NBYTES: Final = 32 * MIB
@@ -238,7 +218,7 @@ are large too: decoding takes some twenty times its bytes."""
 _NO_CHECKPOINT: Final = f"it is not a checkpoint: it has no {MANIFEST_NAME}"
 _LOST: Final = f"a checkpoint that has lost its {MANIFEST_NAME}, without which its data cannot be read. Take another"
 _FOREIGN: Final = {
-    r"data-\d{5}\.bin": _LOST,
+    DATA_FILE.pattern: _LOST,
     r"\.metadata|.*\.distcp": (
         "a checkpoint of torch.distributed.checkpoint's own format, whose metadata is a pickle: reading it could run "
         "code. Load it with the program that wrote it, and pass its values to load_state_dict"
@@ -264,10 +244,10 @@ def _foreign(names: Iterable[str]) -> str:
     return next(found, "")
 
 
-def look_at(path: Path, tag: str = "") -> tuple[TagInfo, TagManifest | None]:
+def look_at(path: Path) -> tuple[TagInfo, TagManifest | None]:
     """Judge the directory of one tag without reading its data. Return the result, and the manifest or None if it cannot
-    be read. `tag`: the tag's name; "": the name of the directory."""
-    info = TagInfo(tag=tag or path.name, path=path)
+    be read."""
+    info = TagInfo(tag=path.name, path=path)
     manifest = None
     try:
         if not stat.S_ISDIR(mode := os.lstat(path).st_mode):
@@ -276,6 +256,9 @@ def look_at(path: Path, tag: str = "") -> tuple[TagInfo, TagManifest | None]:
         with open_directory(path) as fd:
             info = replace(info, nbytes=disk_nbytes(fd))
             if MANIFEST_NAME not in (names := names_in(fd)):
+                if change_under_way(path.parent)[1] == path.name:
+                    reason = "it is being written or removed, or its writer ended before it was done"
+                    return replace(info, reason=reason, is_unfinished=True), None
                 foreign = "" if OWNER_NAME in names else _foreign(names)
                 reason = f"it is {foreign}" if foreign else _NO_CHECKPOINT
                 return replace(info, reason=reason, is_foreign=foreign not in ("", _LOST)), None
@@ -285,7 +268,8 @@ def look_at(path: Path, tag: str = "") -> tuple[TagInfo, TagManifest | None]:
             info = replace(
                 info,
                 step=manifest.step,
-                kind=manifest.kind,
+                kind="full" if manifest.swap is None else "in_place",
+                save_id=manifest.save_id,
                 written_by=manifest.written_by,
                 created_s=manifest.written_by.created_s,
             )
@@ -318,7 +302,7 @@ def _follow(info: TagInfo, manifest: TagManifest) -> TagInfo:
     """Add the newest commit of a pointer's run to `info`. The pointer is complete if it names this commit."""
     assert manifest.swap is not None, "a tag of an in-place commit"
     first = manifest.swap.first
-    info = replace(info, run_id=manifest.swap.run_id, commit_id=manifest.swap.commit_id)
+    info = replace(info, run_id=manifest.swap.run_id)
     try:
         held, _ = load_manifests(first)
         if held is None or held.run_id != manifest.swap.run_id:
@@ -330,17 +314,17 @@ def _follow(info: TagInfo, manifest: TagManifest) -> TagInfo:
             f"in place since, in {first}. To keep a step, load it into a run without in_place and save there, or "
             "`export` its weights"
         )
-        is_own = held.is_state(manifest.step, {COMMIT_ID: manifest.swap.commit_id})
+        is_own = held.is_state(manifest.step, {COMMIT_ID: manifest.save_id})
         reason = find_missing(held) if is_own else superseded
     except StoreError as error:
         reason = f"its state rests in {first}: {error}".removesuffix(".")
     return replace(info, complete=not reason, reason=reason)
 
 
-def read_manifest(tag_dir: str | os.PathLike[str], tag: str = "") -> TagManifest:
+def read_manifest(tag_dir: str | os.PathLike[str]) -> TagManifest:
     """Return the manifest of a tag; compare no checksums. Raises StoreError, with the reason, if it cannot be
     loaded."""
-    info, manifest = look_at(Path(tag_dir), tag)
+    info, manifest = look_at(Path(tag_dir))
     if manifest is None or not info.complete:
         raise StoreError(f"{info.path} cannot be loaded: {info.reason}.")
     return manifest
@@ -352,19 +336,13 @@ def read_manifest(tag_dir: str | os.PathLike[str], tag: str = "") -> TagManifest
 def list_tags(save_dir: str | os.PathLike[str]) -> list[TagInfo]:
     """Return all tags of a save directory, oldest first. Those that cannot be loaded are included, with the reason.
     Raises StoreError if the directory cannot be read."""
-    path = Path(save_dir)
-    names = _names(path)
     infos = []
-    for name in names:
-        place = path / name
-        if (tag := _visible_tag(name, names)) is None or not place.is_dir() or place.is_symlink():
-            continue
-        info, _ = look_at(place, tag)
-        if hidden_tag(TEMPORARY, name) is not None:
-            reason = "it is being written or removed, or its writer ended before it was done"
-            info = TagInfo(tag=tag, path=place, nbytes=info.nbytes, reason=reason)
-        if info.reason != _NO_CHECKPOINT:
-            infos.append(info)
+    for name in _names(Path(save_dir)):
+        path = Path(save_dir) / name
+        if TAG.fullmatch(name) and path.is_dir() and not path.is_symlink():
+            info, _ = look_at(path)
+            if info.reason != _NO_CHECKPOINT:
+                infos.append(info)
     return sorted(infos, key=_age)
 
 
@@ -395,8 +373,8 @@ def nothing_to_load(load_dir: str | os.PathLike[str], *, resumes: bool = False) 
     names = [name for name in _content(path) if resumes or not os.path.lexists(path / name / OWNER_NAME)]
     if not names:
         return "it is empty"
-    unfinished = all(hidden_tag(TEMPORARY, name) is not None for name in names)
-    return "its first save was not completed" if unfinished else ""
+    is_unfinished = len(names) == 1 and look_at(Path(os.path.realpath(path)) / names[0])[0].is_unfinished
+    return "its first save was not completed" if is_unfinished else ""
 
 
 def swap_directories(path: Path) -> str:
@@ -407,9 +385,10 @@ def swap_directories(path: Path) -> str:
 
 
 def _content(path: Path) -> list[str]:
-    """Return the names in `path` without those that may exist before a first save: hidden files, lost+found."""
-    shown = (TEMPORARY, OLD, ".metadata")
-    return [name for name in _names(path) if name != "lost+found" and (name[0] != "." or name.startswith(shown))]
+    """Return the names in `path` without those that may exist before a first save: hidden files, lost+found, a
+    `latest` that is being written."""
+    passed_over = ("lost+found", next_path(Path(LATEST_NAME)).name)
+    return [name for name in _names(path) if name not in passed_over and (name[0] != "." or name == ".metadata")]
 
 
 def _names(save_dir: Path) -> list[str]:
@@ -465,7 +444,7 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -
         if (named := read_latest(path)) is None:
             skipped.append(f"{path} has no file {LATEST_NAME}.")
         else:
-            info, manifest = look_at(tag_path(path, named), named)
+            info, manifest = look_at(path / named)
             if (found := _take(info, manifest)) is not None:
                 return found
             skipped.append(f"Skipped {named}, which {path / LATEST_NAME} names: {info.reason}.")
@@ -482,18 +461,20 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -
 
 def _take_named(path: Path, tag: str) -> FoundCheckpoint:
     """Return the tag that the user has named. Raises StoreError if it is not complete."""
-    place = tag_path(path, tag)
+    place = path / check_tag(tag)
     if not os.path.lexists(place):
         complete = [info.tag for info in list_tags(path) if info.complete]
         newest = f" The newest there: {', '.join(reversed(complete[-4:]))}." if complete else ""
         raise StoreError(f"There is no checkpoint {place}.{newest}")
-    return _take_tag(place, tag)
+    return _take_tag(place)
 
 
-def _take_tag(path: Path, tag: str = "") -> FoundCheckpoint:
+def _take_tag(path: Path) -> FoundCheckpoint:
     """Return the tag in the directory `path`. Raises StoreError if it is not complete."""
-    manifest = read_manifest(path, tag)
-    return FoundCheckpoint(path=path, swap=manifest.swap and manifest.swap.first, manifest=manifest)
+    manifest = read_manifest(path)
+    return FoundCheckpoint(
+        path=path, swap=manifest.swap.first if manifest.swap is not None else None, manifest=manifest
+    )
 
 
 def _take(info: TagInfo, manifest: TagManifest | None = None) -> FoundCheckpoint | None:
@@ -546,7 +527,10 @@ def open_tag(
     manifest, if the caller has read it; None: read it here. Raises StoreError."""
     path = Path(tag_dir)
     manifest = manifest or read_manifest(path)
-    files = [RecordFiles(paths=[path / file_name(n)], contents=store) for n, store in enumerate(manifest.stores)]
+    files = [
+        RecordFiles(paths=[path / file_name(rank, manifest.save_id)], contents=store)
+        for rank, store in enumerate(manifest.stores)
+    ]
     try:
         return TensorReader(manifest, RecordReader(files, engine))
     except ValueError as error:
@@ -626,25 +610,30 @@ def prune(save_dir: str | os.PathLike[str], keep: int, *, dry_run: bool = False)
     whose last in-place commit has no tag; a tag with other programs' files. Raises StoreError."""
     if keep < 1:
         raise StoreError(f"Keep at least one checkpoint; found {keep}.")
-    directory = SaveDirectory.join(save_dir) if dry_run else SaveDirectory.open(save_dir)
+    directory = None if dry_run else SaveDirectory.open(save_dir)
     removed = []
     try:
-        if not dry_run:
-            directory.restore()
-        for info in _prunable(directory.path, keep):
-            try:
-                directory.check_replaceable(info.tag)
-            except StoreError as error:
-                logger.warning("%s", error)
+        for info in _prunable(Path(save_dir), keep):
+            others = [
+                name
+                for name in sorted(os.listdir(info.path))
+                if name != MANIFEST_NAME and not DATA_FILE.fullmatch(name)
+            ]
+            if others:
+                logger.warning(
+                    "%s has files that are no part of a checkpoint, and is not removed: %s. Move them elsewhere.",
+                    *(info.path, ", ".join(map(ascii, others))[:200]),
+                )
                 continue
-            if not dry_run:
-                directory.remove_tag(info.tag)
+            if directory is not None:
+                directory.remove(info.tag, info.save_id)
             removed.append(info)
         return removed
     except OSError as error:
-        raise StoreError(f"{directory.path} cannot be pruned: {error}.") from error
+        raise StoreError(f"{save_dir} cannot be pruned: {error}.") from error
     finally:
-        directory.release()
+        if directory is not None:
+            directory.release()
 
 
 def _prunable(path: Path, keep: int) -> list[TagInfo]:
@@ -654,7 +643,7 @@ def _prunable(path: Path, keep: int) -> list[TagInfo]:
         latest = read_latest(path)
     infos = list_tags(path)
     kept = {latest, *(info.tag for info in [info for info in infos if info.complete][-keep:])}
-    tagged = {info.run_id for info in infos if info.held_id == info.commit_id}
+    tagged = {info.run_id for info in infos if info.held_id == info.save_id}
     # the run was killed before it wrote the tag of its last commit
     for run_id in {info.run_id for info in infos if info.is_superseded} - tagged:
         kept.add([info.tag for info in infos if info.run_id == run_id][-1])

@@ -91,7 +91,7 @@ def verify_command(directory: Path, as_json: bool) -> None:
     lost: dict[str, str] = {}
     tags, latest = _swap_directory(directory) or _tags(directory), _latest(directory)
     for info in tags:
-        if info.is_foreign or info.path.name != info.tag or (info.kind == "in_place" and not info.complete):
+        if info.is_foreign or info.is_unfinished or (info.kind == "in_place" and not info.complete):
             is_lost = info.tag == latest and info.kind == "in_place" and not info.is_superseded
             (lost if is_lost else passed_over)[info.tag] = info.reason
             continue

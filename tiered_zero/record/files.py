@@ -172,6 +172,32 @@ def sync_directory(directory: Path) -> None:
         os.fsync(fd)
 
 
+def next_path(path: Path) -> Path:
+    """Return the path at which the next version of the file `path` is prepared."""
+    return path.with_name(f"{path.name}.next")
+
+
+def prepare_file(path: Path, data: bytes) -> None:
+    """Write `data`, the next version of the file `path`, to `next_path`, and fsync it. The name is durable only after
+    `sync_directory`. Raises OSError."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with opened(next_path(path), flags, 0o600) as fd:
+        write_and_sync(fd, [data])
+
+
+def confirm_file(path: Path) -> None:
+    """Rename the prepared version of the file `path` to `path`, durably. Raises OSError."""
+    os.rename(next_path(path), path)
+    sync_directory(path.parent)
+
+
+def discard_file(path: Path) -> None:
+    """Remove the prepared version of the file `path`, if it exists, durably. Raises OSError."""
+    with suppress(FileNotFoundError):
+        os.unlink(next_path(path))
+        sync_directory(path.parent)
+
+
 def remove_files(dir_fd: int, last: str = "") -> None:
     """Remove all files and empty directories in an open directory, `last` after all others. If one cannot be removed,
     remove the others except `last`, then raise the first OSError."""
@@ -202,7 +228,7 @@ def _remove(name: str, dir_fd: int) -> None:
 
 # -- JSON files of strict models: manifests, owner files, indexes ------------------------------------------------------
 
-VERSION: Final = 4
+VERSION: Final = 5
 """The format version of every file. Files of other versions are refused."""
 
 MOST_NBYTES: Final = 1 << 28

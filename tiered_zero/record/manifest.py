@@ -6,7 +6,6 @@ all their directories hold."""
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -27,16 +26,14 @@ from tiered_zero.record.files import (
     JsonFile,
     StrictModel,
     error_text,
+    next_path,
     open_directory,
     read_file,
-    sync_directory,
-    write_and_sync,
 )
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
-from tiered_zero.system import opened
 
 MANIFEST_NAME: Final = "manifest"
-NEXT_NAME: Final = "manifest.next"
+NEXT_NAME: Final = next_path(Path(MANIFEST_NAME)).name
 
 
 class Range(NamedTuple):
@@ -252,27 +249,6 @@ def cut(item: Range) -> Iterator[Range]:
 
 
 # -- the files of a store's first directory ----------------------------------------------------------------------------
-
-
-def prepare(directory: Path, data: bytes) -> None:
-    """Write `data`, the next manifest, durably to `manifest.next`. Raises OSError."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    with opened(directory / NEXT_NAME, flags, 0o600) as fd:
-        write_and_sync(fd, [data])
-    sync_directory(directory)
-
-
-def confirm(directory: Path) -> None:
-    """Rename `manifest.next` to `manifest`, durably: the prepared state is then committed. Raises OSError."""
-    os.rename(directory / NEXT_NAME, directory / MANIFEST_NAME)
-    sync_directory(directory)
-
-
-def discard(directory: Path) -> None:
-    """Remove `manifest.next`, if it exists, durably."""
-    with suppress(FileNotFoundError):
-        os.unlink(directory / NEXT_NAME)
-        sync_directory(directory)
 
 
 def load(directory: Path) -> tuple[Manifest | None, Manifest | None]:

@@ -25,15 +25,17 @@ from tiered_zero.concurrency.transfer import (
 from tiered_zero.errors import CorruptionError, StoreError, TransferError
 from tiered_zero.io.engine import IOEngine, IOTransfer
 from tiered_zero.layout.extents import ExtentMap
-from tiered_zero.record import manifest
 from tiered_zero.record.data_files import DATA_NAME, PieceRequest, StripedFiles, Stripes, check_data_files
 from tiered_zero.record.directory import SwapDir
+from tiered_zero.record.files import confirm_file, discard_file, prepare_file, sync_directory
 from tiered_zero.record.manifest import (
+    MANIFEST_NAME,
     Manifest,
     Range,
     RangeMap,
     Record,
     Span,
+    choose,
     cut,
     first_gap,
     hashed,
@@ -80,6 +82,7 @@ class SwapStore:
         names = [path / DATA_NAME for path in directory.paths]
         self._process = OwnProcess("swap store", StoreError)
         self._directory = directory
+        self._manifest = directory.paths[0] / MANIFEST_NAME
         self._table = RecordTable(capacity_nbytes)
         self._latch = FailureLatch()
         self._prepared: Manifest | None = None
@@ -118,14 +121,14 @@ class SwapStore:
         state of this step, committed or prepared. `metadata`: items that the state's metadata must have. Raises
         StoreError if there is no such state, or a file is missing or damaged."""
         first = directory.paths[0]
-        chosen, is_committed = manifest.choose(first, step, metadata)
+        chosen, is_committed = choose(first, step, metadata)
         nbytes = chosen.capacity_nbytes
         store = cls(directory, engine, capacity_nbytes=nbytes, checksums=checksums, state=chosen, recorder=recorder)
         try:
             if is_committed:
-                manifest.discard(first)
+                discard_file(first / MANIFEST_NAME)
             else:
-                manifest.confirm(first)
+                confirm_file(first / MANIFEST_NAME)
         except Exception:
             store.close(remove=False)
             raise
@@ -257,7 +260,8 @@ class SwapStore:
             with self._latching():  # a sync is never tried again: the kernel may have dropped the pages
                 wait_all(self._files.sync())
             self._directory.keep()
-            manifest.prepare(self._directory.paths[0], data)
+            prepare_file(self._manifest, data)
+            sync_directory(self._manifest.parent)
         except (StoreError, ValueError):  # ValueError: the manifest would not be valid
             self._table.thaw(None)
             raise
@@ -274,7 +278,7 @@ class SwapStore:
         if state is None:
             raise StoreError("Nothing is prepared; call prepare first.")
         try:
-            manifest.confirm(self._directory.paths[0])
+            confirm_file(self._manifest)
             self._prepared = None
             self._table.thaw(state.ranges)
             self.step = state.step
@@ -290,7 +294,7 @@ class SwapStore:
         if self._prepared is None:
             return
         try:
-            manifest.discard(self._directory.paths[0])
+            discard_file(self._manifest)
         except OSError as error:
             self._latch.set(error)
             step = self._prepared.step
@@ -441,7 +445,7 @@ class SwapStore:
         try:
             if error.errno not in _TRANSIENT:
                 raise error
-            manifest.discard(self._directory.paths[0])  # durably, because its extents will be written again
+            discard_file(self._manifest)  # durably, because its extents will be written again
         except OSError as failure:
             self._latch.set(failure)
             return StoreError(f"{text}; resume from {self._resume_text()}.")

@@ -243,7 +243,7 @@ def measure_async(options: argparse.Namespace, directory: Path, samples: Samples
             alone = [timed(lambda: take_step(engine, options)) for _ in range(options.steps)]
             path = directory / "async" / str(number)
             saving = [timed(lambda path=path: engine.save_checkpoint(path.parent, path.name))]  # type: ignore[misc]
-            while not path.exists() and any(path.parent.glob(".tmp-*")):  # which a save that fails removes
+            while path.exists() and not (path / "manifest.json").exists():  # a save that fails removes the directory
                 saving.append(timed(lambda: take_step(engine, options)))
             engine.flush()  # raises the error of the save
             samples["step alone"] += alone
