@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tiered_zero.checkpoint.driver import to_json
-from tiered_zero.checkpoint.index import Part, RecordName, Share, Source, TensorEntry, WrittenBy, describe
+from tiered_zero.checkpoint.index import Part, Share, Source, TensorEntry, WrittenBy, describe
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 from tiered_zero.version import __version__
@@ -110,23 +110,22 @@ def driver(model: dict[str, Any], optimizer: dict[str, Any], schedule: str | Non
 def convert(universal: Path, out: Path, rule: str, schedule: str | None) -> Path:
     ranks = [read(path) for path in sorted(universal.glob("*mp_rank_00_model_states.pt"))]
     model, optimizer = ranks[0], read(universal / "zero" / "optimizer_state.pt")
-    steps, entries, records = model["global_steps"], dict[str, TensorEntry](), list[RecordName]()
+    steps, entries = model["global_steps"], dict[str, TensorEntry]()
     version = f"DeepSpeed {model['ds_version']}"
     with TagWriter.begin(out, f"global_step{steps}") as tag:
         for key, value in tensors(universal, ranks):
             memory = mmap.mmap(-1, align_up(max(value.nbytes, 1), PAGE_NBYTES))
             memory[: value.nbytes] = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
             tag.writer.append(key, memoryview(memory)).wait()
-            part = Part(0, value.numel(), (Source(len(records), 0),))
+            part = Part(0, value.numel(), (Source(0, key, 0),))
             entries[key] = describe(value.dtype, tuple(value.shape)).with_parts([part])
-            records.append(RecordName(0, key))
         state = driver(model, optimizer, schedule)
         counts, stores = step_counts(universal, model, optimizer), [tag.writer.finish()]
         written_by = WrittenBy(
             tiered_zero=__version__, torch=torch.__version__, kernel=version, rule=rule, state_format="fp32",
             world_size=model["dp_world_size"], num_threads=torch.get_num_threads(), created_s=time.time(),
         )  # fmt: skip
-        share = Share(tensors=entries, records=records, scalars=counts, driver=state, stores=stores)
+        share = Share(tensors=entries, scalars=counts, driver=state, stores=stores)
         fields = {"step": steps, "written_by": written_by, "driver": state, "aliases": model["shared_params"]}
         tag.publish(fields, [share])
         return tag.path

@@ -15,7 +15,7 @@ import torch
 from tests.fakes.sync_io import SyncEngine
 from tests.support.json_files import with_body
 from tests.support.tags import Tensors, data_file, equal_bits, fields, load_tag, save_tag, tag_to_load, write_share
-from tiered_zero.checkpoint.index import MANIFEST_NAME, Part, RecordName, Share, Source, describe
+from tiered_zero.checkpoint.index import MANIFEST_NAME, Part, Share, Source, describe
 from tiered_zero.checkpoint.load import Target
 from tiered_zero.checkpoint.tag import find_checkpoint, find_damage, list_tags, open_tag
 from tiered_zero.checkpoint.tag_writer import TagWriter
@@ -131,10 +131,10 @@ def test_hostile_manifests_beside_real_files(tag: Path) -> None:
         {"stores": [{**store, "records": [{**first, "nbytes": huge}, *store["records"][1:]]}]},
         {"stores": [{**store, "ranges": {**store["ranges"], first["name"]: []}}]},
         {"tensors": {**body["tensors"], "x": entry}},
-        {"tensors": {"x": {**entry, "parts": [[0, huge, [[0, 0]]]]}}},
-        {"tensors": {"x": {**entry, "shape": [1], "parts": [[0, 1, [[0, huge]]]]}}},
-        {"records": [[0, "none"], *body["records"][1:]]},
-        {"records": [[1, first["name"]], *body["records"][1:]]},
+        {"tensors": {"x": {**entry, "parts": [[0, huge, [[0, first["name"], 0]]]]}}},
+        {"tensors": {"x": {**entry, "shape": [1], "parts": [[0, 1, [[0, first["name"], huge]]]]}}},
+        {"tensors": {"x": {**entry, "shape": [1], "parts": [[0, 1, [[0, "none", 0]]]]}}},
+        {"tensors": {"x": {**entry, "shape": [1], "parts": [[0, 1, [[1, first["name"], 0]]]]}}},
         {"stores": []},
     ):
         (tag / MANIFEST_NAME).write_bytes(with_body("tiered_zero.checkpoint", body | changes))
@@ -179,9 +179,9 @@ def test_bytes_that_change_while_they_are_written_are_noticed_when_read(tmp_path
             pass
         memory[5] = 1
         engine.release()
-        part = Part(0, MIB, (Source(0, 0),))
+        part = Part(0, MIB, (Source(0, "x", 0),))
         entry = describe(torch.uint8, (MIB,)).with_parts([part])
-        records, stores = [RecordName(0, "x")], [writer.writer.finish()]
-        share = Share(tensors={"x": entry}, records=records, scalars={}, driver={}, stores=stores)
+        stores = [writer.writer.finish()]
+        share = Share(tensors={"x": entry}, scalars={}, driver={}, stores=stores)
         writer.publish(fields(1), [share])
     assert len(find_damage(tmp_path / "a")) == 1

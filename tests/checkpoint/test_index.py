@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.fakes.sync_io import SyncEngine
 from tests.support.inspection.insides import Contents, Range, Record
 from tests.support.json_files import with_body
 from tests.support.tags import written_by
-from tiered_zero.checkpoint.index import Part, RecordName, Source, TagManifest, TensorEntry, check_places
+from tiered_zero.checkpoint.index import Part, Source, TagManifest, TensorEntry, check_places
 from tiered_zero.errors import StoreError
+from tiered_zero.record.data_files import RecordFiles, RecordReader
 from tiered_zero.sizes import MIB
 
 PATH = Path("ck/tag/manifest.json")
@@ -47,23 +49,22 @@ WHOLE = TagManifest(
             ranges={"state/0": [Range(0, 4096, 0, 9)]},
         ),
     ),
-    records=(RecordName(0, "state/0"), RecordName(1, "state/0"), RecordName(0, "buffers")),
     tensors={
         "master/layer.0.weight": TensorEntry(
             dtype="float32",
             shape=(100, 30),
-            parts=(Part(0, 1000, (Source(0, 4096),)), Part(1000, 3000, (Source(0, 65536),))),
+            parts=(Part(0, 1000, (Source(0, "state/0", 4096),)), Part(1000, 3000, (Source(0, "state/0", 65536),))),
         ),
         "master/half": TensorEntry(
             dtype="float32",
             shape=(7,),
             form="joined",
-            parts=(Part(0, 7, (Source(1, 0), Source(1, 1024), Source(1, 2048))),),
+            parts=(Part(0, 7, (Source(1, "state/0", 0), Source(1, "state/0", 1024), Source(1, "state/0", 2048))),),
         ),
         "exp_avg/conv": TensorEntry(
-            dtype="bfloat16", shape=(2, 3, 4, 5), order=(0, 2, 3, 1), parts=(Part(0, 120, (Source(1, 64),)),)
+            dtype="bfloat16", shape=(2, 3, 4, 5), order=(0, 2, 3, 1), parts=(Part(0, 120, (Source(1, "state/0", 64),)),)
         ),
-        "buffer/ä": TensorEntry(dtype="int64", shape=(), parts=(Part(0, 1, (Source(2, 1024),)),)),
+        "buffer/ä": TensorEntry(dtype="int64", shape=(), parts=(Part(0, 1, (Source(0, "buffers", 1024),)),)),
         "buffer/empty": TensorEntry(dtype="bool", shape=(0, 7)),
     },
     scalars={"layer.0.weight": {"step": 7}},
@@ -138,7 +139,7 @@ WRONG: dict[str, tuple[list[Any], Any, str]] = {
         [[0, MIB, 0, 5]],
         "stores: expected checksums of all bytes",
     ),
-    "record without a store": (["records", 0], ["state/0"], "records.0"),
+    "record without a store": (["tensors", LAYER, "parts", 0, 2, 0], ["state/0", 0], "parts.0.2.0"),
     "no such form": (["tensors", LAYER, "form"], "halved", "form: Input should be 'plain'"),
     "codes that are joined": (["tensors", "master/half", "dtype"], "int8", "found a joined one of dtype 'int8'"),
     "joined from one source": (["tensors", LAYER, "form"], "joined", "elements 0 to 1000 with 1 sources"),
@@ -155,7 +156,7 @@ WRONG: dict[str, tuple[list[Any], Any, str]] = {
     "overlap": (["tensors", LAYER, "parts", 1, 0], 999, "elements 999 to 3000 with 1 sources behind"),
     "end before the last element": (["tensors", LAYER, "parts", 1, 1], 2999, "found 2999 elements, of 3000"),
     "end after the last element": (["tensors", LAYER, "parts", 1, 1], 3001, "found 3001 elements, of 3000"),
-    "negative record": (["tensors", LAYER, "parts", 0, 2, 0, 0], -1, "parts.0.2.0"),
+    "negative store": (["tensors", LAYER, "parts", 0, 2, 0, 0], -1, "parts.0.2.0"),
     "part of three": (["tensors", LAYER, "parts", 0], [0, 1000, 0], "parts.0"),
     "scalars that are a list": (["scalars"], [], "scalars: "),
 }
@@ -173,12 +174,22 @@ def test_what_no_checkpoint_has_is_refused(name: str) -> None:
         decode(changed)
 
 
-@pytest.mark.parametrize("record, offset", [(3, 0), (0, 65537), (0, MIB), (2**62, 0), (1, 2**62)])
-def test_parts_outside_of_their_records_are_refused(record: int, offset: int) -> None:
-    extents = [MIB + 4096, 4096, 4096]
+@pytest.mark.parametrize(
+    "source",
+    [
+        Source(0, "state/0", 65537),
+        Source(0, "state/0", MIB),
+        Source(1, "state/0", 2**62),
+        Source(0, "state/1", 0),
+        Source(2**62, "state/0", 0),
+    ],
+)
+def test_parts_outside_of_their_records_are_refused(source: Source) -> None:
+    files = [RecordFiles(paths=[PATH], contents=contents) for contents in WHOLE.stores]
+    extents = RecordReader(files, SyncEngine()).extents
     check_places(WHOLE.tensors, extents)
     layer = WHOLE.tensors[LAYER]
-    moved = layer.parts[1]._replace(sources=(Source(record, offset),))
+    moved = layer.parts[1]._replace(sources=(source,))
     with pytest.raises(ValueError, match="lies outside of its records"):
         check_places({LAYER: layer.with_parts([layer.parts[0], moved])}, extents)
 

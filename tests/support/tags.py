@@ -12,7 +12,6 @@ import torch
 
 from tests.support.inspection.insides import (
     Part,
-    RecordName,
     Share,
     Source,
     TagInfo,
@@ -62,18 +61,16 @@ def write_padding(writer: TagWriter, name: str, nbytes: int) -> None:
 def write_share(writer: TagWriter, tensors: Tensors, orders: Mapping[str, Sequence[int]] | None = None) -> Share:
     """Write each tensor to a record of its own; `orders`: their dimensions in memory."""
     entries: dict[str, TensorEntry] = {}
-    records: list[RecordName] = []
     for key, tensor in tensors.items():
         order = (orders or {}).get(key)
         entry = describe(tensor.dtype, tensor.shape, None if order is None else tuple(order))
         part: tuple[Part, ...] = ()
         if tensor.numel():
             writer.writer.append(key, in_pages(raw_bytes(tensor if order is None else tensor.permute(*order)))).wait()
-            part = (Part(0, tensor.numel(), (Source(len(records), 0),)),)
-            records.append(RecordName(0, key))
+            part = (Part(0, tensor.numel(), (Source(0, key, 0),)),)
         entries[key] = TensorEntry(dtype=entry.dtype, shape=entry.shape, order=entry.order, parts=part)
     stores = [writer.writer.finish()]
-    return Share(tensors=entries, records=records, scalars={}, driver={}, stores=stores)
+    return Share(tensors=entries, scalars={}, driver={}, stores=stores)
 
 
 def save_tag(

@@ -138,10 +138,9 @@ class Commits:
         with torch.no_grad():
             self._copies.write(state.named_buffers())
         buffers = state.named_buffers() if self._ranks.rank == 0 else ()
-        tensors, records = list_tensors(state, self._places, scalars, buffers)
+        tensors = list_tensors(state, self._places, scalars, buffers)
         return Share(
             tensors=tensors,
-            records=records,
             scalars={name: to_json(own, f"scalars of {name}") for name, own in scalars.by_name().items()},
             driver=driver,
             rank=RankPart(
@@ -362,7 +361,8 @@ def adopt(
         own = commit.ranks[ranks.rank]
         with ExitStack() as opened:
             open_stores(own.stores, commit, opened)
-        if any(record.name.startswith("param_back/") for record in commit.checkpoint.records):
+        parts = (part for entry in commit.checkpoint.tensors.values() for part in entry.parts)
+        if any(source.record.startswith("param_back/") for part in parts for source in part.sources):
             return "the delayed update had left parameters in their second home"
         if own.layout != run_fingerprint(config, plan, slots, layouts):
             return "this run lays its state out in another way (placement, sub_group_size, state_format or nvme_path)"

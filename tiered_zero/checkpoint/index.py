@@ -105,10 +105,17 @@ class StoreLocation(StrictModel):
 
 
 class Source(NamedTuple):
-    """The place where a part's bytes begin: byte `offset` of record number `record`."""
+    """The place where a part's bytes begin: byte `offset` of the record `record` in store number `store` (a store: one
+    set of data files). The stores of all ranks are numbered in rank order; in a share, 0 is the first store of its
+    rank."""
 
-    record: Count
+    store: Count
+    record: str
     offset: Count
+
+    def at(self, nbytes: int) -> Source:
+        """Return the place `nbytes` behind this one."""
+        return self._replace(offset=self.offset + nbytes)
 
 
 class Part(NamedTuple):
@@ -118,14 +125,6 @@ class Part(NamedTuple):
     start: Count
     stop: Count
     sources: tuple[Source, ...]
-
-
-class RecordName(NamedTuple):
-    """The record `name` in store number `store` (a store: one set of data files). The stores of all ranks are numbered
-    in rank order; in a share, 0 is the first store of its rank."""
-
-    store: Count
-    name: str
 
 
 @final
@@ -183,14 +182,14 @@ def _check_tensors(tensors: Mapping[str, TensorEntry]) -> None:
             raise ValueError(f"tensor {key[:200]!a}: expected a whole one; found {found}")
 
 
-def check_places(tensors: Mapping[str, TensorEntry], extents: Sequence[int]) -> None:
-    """Check that all parts lie inside their records. `extents`: bytes of each record. Raises ValueError."""
+def check_places(tensors: Mapping[str, TensorEntry], extents: Mapping[tuple[int, str], int]) -> None:
+    """Check that all parts lie inside their records. `extents`: (store, record) -> bytes. Raises ValueError."""
     for key, entry in tensors.items():
         itemsizes, own_itemsize = SOURCE_ITEMSIZES[entry.form], ITEMSIZES[entry.dtype]
         for start, stop, sources in entry.parts:
-            for (record, offset), itemsize in zip(sources, itemsizes, strict=True):
+            for (store, record, offset), itemsize in zip(sources, itemsizes, strict=True):
                 nbytes = itemsize or own_itemsize
-                if record >= len(extents) or offset % nbytes or offset + (stop - start) * nbytes > extents[record]:
+                if offset % nbytes or offset + (stop - start) * nbytes > extents.get((store, record), 0):
                     raise ValueError(f"tensor {key[:200]!a} lies outside of its records")
 
 
@@ -224,7 +223,6 @@ class TagManifest(JsonFile):
     step: Count
     written_by: WrittenBy
     tensors: dict[Text, TensorEntry] = Field(default_factory=dict)
-    records: tuple[RecordName, ...] = ()
     stores: tuple[Contents, ...] = ()
     scalars: dict[Text, Any] = Field(default_factory=dict)
     driver: dict[str, Any] = Field(default_factory=dict)
@@ -244,14 +242,10 @@ class TagManifest(JsonFile):
     def _check(self) -> TagManifest:
         if any(len(store.weights) != 1 for store in self.stores) or (self.swap is not None and self.stores):
             raise ValueError("stores: expected one file of each, and none of an in-place commit")
-        known = set[RecordName]()
-        for rank, store in enumerate(self.stores):
+        for store in self.stores:
             for record in store.records:
-                known.add(RecordName(rank, record.name))
                 if sum(end - start for start, end, *_ in store.ranges[record.name]) != record.extent_nbytes:
                     raise ValueError(f"stores: expected checksums of all bytes of record {record.name[:80]!a}")
-        if self.swap is None and (unknown := [record.name for record in self.records if record not in known]):
-            raise ValueError(f"records: there is none of the name {unknown[0][:80]!a}")
         _check_tensors(self.tensors)
         return self
 
@@ -289,12 +283,10 @@ class RankPart(StrictModel):
 class Share(StrictModel):
     """One rank's part of a save.
 
-    `tensors`: with this rank's parts only. `records`: the records of these parts; `Source.record` is a position in this
-    list. `scalars`: of this rank's parameters. `driver`: the rank's own part of the driver state. `stores`: its
-    data file in a full save. `rank`: its part of an in-place commit."""
+    `tensors`: with this rank's parts only. `scalars`: of this rank's parameters. `driver`: the rank's own part of the
+    driver state. `stores`: its data file in a full save. `rank`: its part of an in-place commit."""
 
     tensors: dict[str, TensorEntry]
-    records: list[RecordName]
     scalars: dict[str, Any]
     driver: Mapping[str, Any]
     stores: list[Contents] = Field(default_factory=list)
@@ -302,19 +294,15 @@ class Share(StrictModel):
 
 
 def join_shares(shares: Sequence[Share]) -> dict[str, Any]:
-    """Join the shares of all ranks. Return the fields `tensors`, `records` and `scalars` of TagManifest. Raises
+    """Join the shares of all ranks. Return the fields `tensors` and `scalars` of TagManifest. Raises
     StoreError if ranks disagree about a tensor or do not have each element once, and InternalError if their scalars
     differ."""
     entries: dict[str, TensorEntry] = {}
     facts: dict[str, tuple[Any, ...]] = {}
     parts: dict[str, list[Part]] = {}
-    records: list[RecordName] = []
     scalars: dict[str, Any] = {}
-    first_store = 0
+    first = 0
     for rank, share in enumerate(shares):
-        first = len(records)
-        records += [RecordName(first_store + record.store, record.name) for record in share.records]
-        first_store += len(share.stores if share.rank is None else share.rank.stores)
         for key, entry in share.tensors.items():
             own_facts = entry.dtype, entry.shape, entry.order, entry.form
             if facts.setdefault(key, own_facts) != own_facts:
@@ -327,17 +315,18 @@ def join_shares(shares: Sequence[Share]) -> dict[str, Any]:
                     f"Every rank was expected to have made the same steps of parameter {name}; rank {rank} has {own}, "
                     f"another {scalars[name]}. This state cannot be saved; go on from an earlier checkpoint."
                 )
+        first += len(share.stores if share.rank is None else share.rank.stores)
     tensors = {key: entry.with_parts(sorted(parts[key])) for key, entry in entries.items()}
     try:
         _check_tensors(tensors)
     except ValueError as error:
         raise StoreError(f"The ranks do not have each element once: {error}.") from error
-    return {"tensors": tensors, "records": tuple(records), "scalars": scalars}
+    return {"tensors": tensors, "scalars": scalars}
 
 
 def _moved(parts: Sequence[Part], first: int) -> list[Part]:
-    """Return the parts with record numbers shifted by `first`."""
-    return [part._replace(sources=tuple(Source(first + at.record, at.offset) for at in part.sources)) for part in parts]
+    """Return the parts with the numbers of stores raised by `first`."""
+    return [part._replace(sources=tuple(at._replace(store=first + at.store) for at in part.sources)) for part in parts]
 
 
 # -- what a run saves --------------------------------------------------------------------------------------------------
@@ -518,33 +507,31 @@ def _field_range(piece: ParamPiece, field: StateField, elementwise: bool) -> tup
 
 # -- places ------------------------------------------------------------------------------------------------------------
 
-Place = tuple[RecordName, int]
-"""A place in the data files: a record's name, and a byte in the record."""
-
 
 class RecordPlaces(NamedTuple):
-    """Says in which records a save writes this rank's part. `state`: returns the record of a sub-group's slot.
-    `params`: returns the place of a segment's parameters; called only with state_format bf16_remainder. `unit`: returns
-    the record of a unit that no update writes. `buffers`: the record of all buffers; None if this rank saves none."""
+    """Says where the records begin in which a save writes this rank's part. `state`: returns where a sub-group's slot
+    begins. `params`: returns where a segment's parameters begin; called only with state_format bf16_remainder. `unit`:
+    returns where a unit begins that no update writes. `buffers`: where all buffers begin; None if this rank saves
+    none."""
 
-    state: Callable[[StateLayout], RecordName]
-    params: Callable[[StateLayout, Segment], Place]
-    unit: Callable[[Unit], RecordName]
-    buffers: RecordName | None
+    state: Callable[[StateLayout], Source]
+    params: Callable[[StateLayout, Segment], Source]
+    unit: Callable[[Unit], Source]
+    buffers: Source | None
 
 
 def copied_places(scalars: Scalars) -> RecordPlaces:
     """Return the places to which a full save writes. A sub-group's record holds its slot, then its parameters if they
     are half of its masters. `scalars`: shows which slots hold state in addition to masters."""
 
-    def state(layout: StateLayout) -> RecordName:
-        return RecordName(0, f"state/{layout.subgroup.index}")
+    def state(layout: StateLayout) -> Source:
+        return Source(0, f"state/{layout.subgroup.index}", 0)
 
-    def params(layout: StateLayout, segment: Segment) -> Place:
+    def params(layout: StateLayout, segment: Segment) -> Source:
         before = sum(own.nbytes for own in layout.subgroup.segments if own.start < segment.start)
-        return state(layout), state_nbytes(layout, scalars) + before
+        return state(layout).at(state_nbytes(layout, scalars) + before)
 
-    return RecordPlaces(state, params, lambda unit: RecordName(0, f"param/{unit.index}"), RecordName(0, "buffers"))
+    return RecordPlaces(state, params, lambda unit: Source(0, f"param/{unit.index}", 0), Source(0, "buffers", 0))
 
 
 def committed_places(
@@ -553,21 +540,21 @@ def committed_places(
     """Return where a commit's records lie in the swap files. `tiers`: this rank's nvme tiers that are committed, in
     order. `copies`: unit index -> home of the unit's durable copy. `buffers`: home of the buffers' copy."""
 
-    def name(home: Home) -> RecordName:
-        return RecordName(tiers.index(home.tier), home.slot.name)
+    def start(home: Home) -> Source:
+        return Source(tiers.index(home.tier), home.slot.name, 0)
 
     def home_of(unit: Unit) -> Home:
         return copies.get(unit.index) or state.inventory.home(unit, "param")
 
-    def params(_: StateLayout, segment: Segment) -> Place:
+    def params(_: StateLayout, segment: Segment) -> Source:
         home = home_of(segment.unit)
-        return name(home), home.offset_of(segment)
+        return start(home).at(home.offset_of(segment))
 
     return RecordPlaces(
-        lambda layout: name(state.inventory.home(layout.subgroup, "state")),
+        lambda layout: start(state.inventory.home(layout.subgroup, "state")),
         params,
-        lambda unit: name(home_of(unit)),
-        None if buffers is None else name(buffers),
+        lambda unit: start(home_of(unit)),
+        None if buffers is None else start(buffers),
     )
 
 
@@ -587,8 +574,9 @@ def pack(buffers: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, tor
         position = align_up(position + buffer.numel() * buffer.dtype.itemsize, PACKED_ALIGNMENT_NBYTES)
 
 
-_Row = tuple[str, TensorEntry, int, int, Sequence[Place]]
-"""(key, entry, start, stop, places): elements [start, stop) of a tensor, and their place in each source of its form."""
+_Row = tuple[str, TensorEntry, int, int, Sequence[Source]]
+"""(key, entry, start, stop, sources): elements [start, stop) of a tensor, and where they begin in each source of its
+form."""
 
 
 def list_tensors(
@@ -598,22 +586,20 @@ def list_tensors(
     buffers: Iterable[tuple[str, torch.Tensor]],
     *,
     with_frozen: bool = True,
-) -> tuple[dict[str, TensorEntry], list[RecordName]]:
-    """Return this rank's tensors, with this rank's parts only, and the records of these parts. `buffers`: the model's
-    buffers, if this rank saves them. Any thread."""
-    numbers: dict[RecordName, int] = {}
+) -> dict[str, TensorEntry]:
+    """Return this rank's tensors, with this rank's parts only. `buffers`: the model's buffers, if this rank saves them.
+    Any thread."""
     found: dict[str, tuple[TensorEntry, list[Part]]] = {}
     rows = chain(
         chain.from_iterable(_list_subgroup(state, places, scalars, layout) for layout in state.own_layouts),
         _list_units(state, places, with_frozen),
         _list_buffers(places, list(buffers)),
     )
-    for key, entry, start, stop, own in rows:
-        sources = tuple([Source(numbers.setdefault(name, len(numbers)), offset) for name, offset in own])
+    for key, entry, start, stop, sources in rows:
         parts = found.setdefault(key, (entry, []))[1]
         if start < stop:
-            parts.append(Part(start, stop, sources))
-    return {key: entry.with_parts(sorted(parts)) for key, (entry, parts) in found.items()}, list(numbers)
+            parts.append(Part(start, stop, tuple(sources)))
+    return {key: entry.with_parts(sorted(parts)) for key, (entry, parts) in found.items()}
 
 
 def _list_subgroup(state: RunState, places: RecordPlaces, scalars: Scalars, layout: StateLayout) -> Iterator[_Row]:
@@ -622,10 +608,9 @@ def _list_subgroup(state: RunState, places: RecordPlaces, scalars: Scalars, layo
         for entry, low, high in segment.entries():
             start, stop, spec = low - entry.start, high - entry.start, entry.param
             before = low - segment.unit_start
-            masters = [(record, first + before * dtype.itemsize) for first, _, dtype in layout.master_spans(segment)]
+            masters = [record.at(first + before * dtype.itemsize) for first, _, dtype in layout.master_spans(segment)]
             if joined:
-                params, first = places.params(layout, segment)
-                masters.insert(1, (params, first + before * segment.unit.itemsize))
+                masters.insert(1, places.params(layout, segment).at(before * segment.unit.itemsize))
             if spec.name in state.trained:
                 described = describe(torch.float32, spec.shape, spec.order, "joined" if joined else "plain")
                 yield f"{MASTER}/{spec.name}", described, start, stop, masters
@@ -639,7 +624,7 @@ def _list_subgroup(state: RunState, places: RecordPlaces, scalars: Scalars, layo
             form: Form = "magnitude" if joined and field.name == rule.unsigned_field else "plain"
             start, stop = _field_range(piece, field, rule.elementwise)
             first = piece.start // field.block_numel if array.piece is None else 0
-            place = record, array.offset + first * field.dtype.itemsize
+            place = record.at(array.offset + first * field.dtype.itemsize)
             described = describe_field(piece.param, field, rule.elementwise, form)
             yield f"{field.name}/{piece.param.name}", described, start, stop, [place]
 
@@ -652,7 +637,7 @@ def _list_units(state: RunState, places: RecordPlaces, with_frozen: bool) -> Ite
         for entry in unit.entries:
             low, high, spec = max(entry.start, here.start), min(entry.stop, here.stop), entry.param
             if low < high:
-                place = record, (low - here.start) * unit.itemsize
+                place = record.at((low - here.start) * unit.itemsize)
                 described = describe(unit.dtype, spec.shape, spec.order)
                 yield f"{PARAM}/{spec.name}", described, low - entry.start, high - entry.start, [place]
     for spec in state.specs if state.runtime.collectives.rank == 0 else ():
@@ -663,8 +648,8 @@ def _list_units(state: RunState, places: RecordPlaces, with_frozen: bool) -> Ite
 def _list_buffers(places: RecordPlaces, buffers: Sequence[tuple[str, torch.Tensor]]) -> Iterator[_Row]:
     for name, buffer, offset in pack(buffers):
         assert places.buffers is not None, "buffers are planned with a record"
-        described, place = describe(buffer.dtype, tuple(buffer.shape)), (places.buffers, offset)
-        yield f"{BUFFER}/{name}", described, 0, buffer.numel(), [place]
+        described = describe(buffer.dtype, tuple(buffer.shape))
+        yield f"{BUFFER}/{name}", described, 0, buffer.numel(), [places.buffers.at(offset)]
     for name, buffer in buffers:
         if not buffer.numel():
             yield f"{BUFFER}/{name}", describe(buffer.dtype, tuple(buffer.shape)), 0, 0, ()

@@ -275,7 +275,7 @@ class TensorReader:
     def __init__(self, manifest: TagManifest, records: RecordReader, resources: ExitStack | None = None) -> None:
         """`records`: reads the bytes. `resources`: closed with the reader. Raises ValueError if a tensor lies outside
         its records."""
-        check_places(manifest.tensors, [records.extent_nbytes(*name) for name in manifest.records])
+        check_places(manifest.tensors, records.extents)
         self.manifest = manifest
         self._records = records
         self._resources = resources or ExitStack()
@@ -343,14 +343,13 @@ class TensorReader:
             low, high = max(start, part.start), min(stop, part.stop)
             own = values[low - start : high - start]
             for number, (source, itemsize) in enumerate(zip(part.sources, SOURCE_ITEMSIZES[entry.form], strict=True)):
-                store, name = self.manifest.records[source.record]
                 nbytes = itemsize or dtype.itemsize
                 at = source.offset + (low - part.start) * nbytes
                 if entry.form == "joined":
                     take = partial(_add, own.view(torch.int32), *_SUMMANDS[number])
                 else:
                     take = partial(_take, own, torch.float32 if entry.form == "rounded" else dtype, dtype, entry.form)
-                found.append(Wanted(store, name, at, at + (high - low) * nbytes, take))
+                found.append(Wanted(source.store, source.record, at, at + (high - low) * nbytes, take))
         return found
 
 

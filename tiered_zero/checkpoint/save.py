@@ -110,14 +110,13 @@ class Capture:
         completes when the device has computed all that is saved. `free`: called with the index of each sub-group that
         the save no longer reads."""
         ready.wait()
-        tensors, records = list_tensors(
+        tensors = list_tensors(
             state, copied_places(scalars), scalars, self.buffers.items(), with_frozen=self.with_frozen
         )
         with torch.no_grad():
             StateSaver(state, scalars, tag.writer, free).save(self.buffers, self.params, self.with_frozen)
         return Share(
             tensors=tensors,
-            records=records,
             scalars={name: to_json(own, f"state of {name}") for name, own in scalars.by_name().items()},
             driver=own_state(self.fields["driver"]),
             stores=[tag.writer.finish()],
@@ -259,13 +258,13 @@ class StateSaver:
             self._io.bind_outputs(work)
             parts += [as_bytes(params) for params in work.outs]
         for part in parts:
-            work.writes += self._send(self._places.state(work.layout).name, part)
+            work.writes += self._send(self._places.state(work.layout).record, part)
 
     # -- parameters without a master, and buffers ----------------------------------------------------------------------
 
     def _send_unit(self, unit: Unit, copied: torch.Tensor | None) -> None:
         """Write a unit that no update writes, or this rank's shard of it. `copied`: a copy of the unit, or None."""
-        name, home = self._places.unit(unit).name, self._state.inventory.find(unit, "param")
+        name, home = self._places.unit(unit).record, self._state.inventory.find(unit, "param")
         if home is None:
             self._send(name, as_bytes(self._state.param_flat(unit) if copied is None else copied))
         elif (raw := home.slot.tensor) is None:

@@ -319,11 +319,10 @@ class RecordReader:
         self._windows: dict[tuple[int, int], _Window] = {}
         """All windows that wait to be read or are being read."""
 
-    def extent_nbytes(self, store: int, name: str) -> int:
-        """Return the size of a record's slot in bytes. Raises ValueError if there is no such record."""
-        if not 0 <= store < len(self._stores) or name not in self._records[store]:
-            raise ValueError(f"there is no record {name[:80]!a}")
-        return self._records[store][name].extent_nbytes
+    @property
+    def extents(self) -> dict[tuple[int, str], int]:
+        """Maps (store, record) to the size of the record's slot in bytes."""
+        return {(at, name): one.extent_nbytes for at, own in enumerate(self._records) for name, one in own.items()}
 
     def submit(self, wanted: Iterable[Wanted]) -> Reading:
         """Begin to read the bytes of all requests, in the order in which they lie in the files. Raises TransferError,
