@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from tests.fakes.sync_io import SyncEngine, SyncFile
 from tests.support.inspection.insides import OWNER_NAME, SwapDir, SwapStore
 from tests.support.tags import (
+    commit_metadata,
     data_file,
     equal_bits,
     fields,
@@ -499,7 +500,7 @@ def test_a_pointer_is_whole_while_the_swap_store_holds_its_step(swap_path: Path)
     store = SwapStore(directory, engine, capacity_nbytes=1 << 20)
     swap = StoreLocation(run_id=directory.run_id, paths=[str(path) for path in directory.paths])
     with TagWriter.begin(swap_path / "ck", "s4") as writer:
-        store.commit(4, {"commit_id": writer.save_id})
+        store.commit(4, commit_metadata(4, writer.save_id, swap))
         writer.publish(fields(4, swap=swap), [])
     assert read_manifest(swap_path / "ck" / "s4").swap == swap
     store.prepare(5, {"commit_id": "y"})

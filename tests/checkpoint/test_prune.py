@@ -12,8 +12,8 @@ import torch
 
 from tests.fakes.sync_io import SyncEngine
 from tests.support.inspection.insides import SwapDir, SwapStore
-from tests.support.tags import data_file, fields, save_tag, tag_to_load, unfinished
-from tiered_zero.checkpoint.index import LATEST_NAME
+from tests.support.tags import commit_metadata, data_file, fields, save_tag, tag_to_load, unfinished
+from tiered_zero.checkpoint.index import LATEST_NAME, StoreLocation
 from tiered_zero.checkpoint.tag import find_checkpoint, list_tags, look_at, prune
 from tiered_zero.checkpoint.tag_writer import LOCK_NAME, TagWriter
 from tiered_zero.errors import StoreError
@@ -38,9 +38,9 @@ class Committer:
     def commit(self, step: int, *, tag: str | None = None, save_latest: bool = True) -> None:
         """`tag`: "" for a run that is killed before the tag is written."""
         name = f"s{step}" if tag is None else tag
-        swap = {"run_id": self.swap.run_id, "paths": [str(path) for path in self.swap.paths]}
+        swap = StoreLocation(run_id=self.swap.run_id, paths=[str(path) for path in self.swap.paths])
         with TagWriter.begin(self.save_dir, name or "killed", engine=SyncEngine()) as writer:
-            self.store.commit(step, {"commit_id": writer.save_id})
+            self.store.commit(step, commit_metadata(step, writer.save_id, swap))
             if name:
                 writer.prepare(fields(step, swap=swap), save_latest=save_latest)
                 writer.publish_prepared()

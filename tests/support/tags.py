@@ -11,10 +11,14 @@ from typing import Any
 import torch
 
 from tests.support.inspection.insides import (
+    Commit,
     Part,
+    RankPart,
     Share,
     Source,
+    StoreLocation,
     TagInfo,
+    TagManifest,
     TagWriter,
     TensorEntry,
     TensorReader,
@@ -40,6 +44,13 @@ def written_by(**changes: Any) -> WrittenBy:
 def fields(step: int, **changes: Any) -> dict[str, Any]:
     """What a tag says besides its tensors."""
     return {"step": step, "written_by": written_by(created_s=float(step)), **changes}
+
+
+def commit_metadata(step: int, save_id: str, swap: StoreLocation) -> dict[str, Any]:
+    """What the store at `swap` says of an in-place commit without tensors, of one rank."""
+    checkpoint = TagManifest(**fields(step), tag="commit", save_id=save_id, swap=swap)
+    ranks = [RankPart(stores=[swap], layout="", initialized=[])]
+    return Commit(commit_id=save_id, checkpoint=checkpoint, ranks=ranks).model_dump(mode="json")
 
 
 def in_pages(data: bytes) -> memoryview:

@@ -56,7 +56,7 @@ from tiered_zero.checkpoint.index import (
     list_tensors,
     pack,
 )
-from tiered_zero.checkpoint.tag import COMMIT_ID, DECIDED_BY, Commit, FoundCheckpoint, open_stores, read_metadata
+from tiered_zero.checkpoint.tag import COMMIT_ID, DECIDED_BY, Commit, FoundCheckpoint, open_stores
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.concurrency.interrupts import hold_interrupts
 from tiered_zero.concurrency.transfer import COMPLETED, Transfer, wait_all, wait_quietly
@@ -343,14 +343,10 @@ def adopt(
         return None
     swap = found.swap
 
-    def read() -> tuple[str, Any] | None:
-        if ranks.rank > 0:
-            return None
-        path, metadata = read_metadata(swap)
-        return str(path), metadata
+    def read() -> str:
+        return Commit.read(swap).model_dump_json() if ranks.rank == 0 else ""
 
-    path, metadata = agree(ranks, "resume: the commit", read)[0] or ("", None)
-    commit = Commit.decode(Path(path), metadata)
+    commit = Commit.model_validate_json(agree(ranks, "resume: the commit", read)[0])
 
     def look() -> str:
         """Open this rank's part of the commit, and return why it cannot be adopted; "" if it can be."""

@@ -15,7 +15,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Final, final
+from typing import Annotated, Final, final
 
 from pydantic import Field, ValidationError
 from pydantic_core import to_json
@@ -95,14 +95,26 @@ class Commit(StrictModel):
 
     @classmethod
     def read(cls, path: Path) -> Commit:
-        """Read the newest commit of the run that has a store in `path`. Raises StoreError."""
-        return cls.decode(*read_metadata(path))
+        """Read the newest commit of a run. `path`: the first directory of any store of the run. Raises StoreError."""
+        committed = _committed(path)
+        if DECIDED_BY in committed.metadata:
+            with refused(path):
+                decides = StoreLocation.model_validate(committed.metadata[DECIDED_BY])
+            path, committed = decides.first, _committed(decides.first)
+            if committed.run_id != decides.run_id:
+                raise StoreError(f"{path} belongs to another run than the one whose commit is looked for.")
+        commit = cls.of(committed, path)
+        first = commit.stores[0]
+        if (first.run_id, first.first) != (committed.run_id, path):
+            raise StoreError(f"{path} belongs to other directories than its commit says; it was copied or moved.")
+        return commit
 
     @classmethod
-    def decode(cls, path: Path, metadata: Any) -> Commit:
-        """Build a commit from the result of `read_metadata`, which may come from another rank. Raises StoreError."""
+    def of(cls, committed: Manifest, path: Path) -> Commit:
+        """Return the commit in the manifest of the store that has decided it. `path`: the store's first directory.
+        Raises StoreError."""
         with refused(path):
-            return cls.model_validate_json(to_json(metadata))
+            return cls.model_validate_json(to_json(committed.metadata))
 
 
 @contextmanager
@@ -116,33 +128,13 @@ def refused(path: Path) -> Iterator[None]:
         raise StoreError(f"{path} holds no in-place commit of a run ({why}).") from error
 
 
-def read_metadata(path: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the first directory of the store that decided a run's newest commit, and the commit's metadata. `path`:
-    the first directory of any store of the run. Raises StoreError."""
-    committed = _committed(path)
-    if DECIDED_BY in committed.metadata:
-        with refused(path):
-            decides = StoreLocation.model_validate(committed.metadata[DECIDED_BY])
-        path, committed = decides.first, _committed(decides.first)
-        if committed.run_id != decides.run_id:
-            raise StoreError(f"{path} belongs to another run than the one whose commit is looked for.")
-    parts = _parts(committed, path)
-    if not parts:
-        raise StoreError(f"{path} holds no in-place commit of a run, or one of another version.")
-    first = parts[0].stores[0]
-    if (first.run_id, first.first) != (committed.run_id, path):
-        raise StoreError(f"{path} belongs to other directories than its commit says; it was copied or moved.")
-    return path, dict(committed.metadata)
-
-
-def find_missing(committed: Manifest) -> str:
-    """Name a part of a commit that is missing on this host, as text; "" if none is. `committed`: the manifest of the
-    store that decided the commit. Raises StoreError."""
-    own = {COMMIT_ID: committed.metadata.get(COMMIT_ID)}
-    for store in (store for part in _parts(committed, Path(MANIFEST_NAME)) for store in part.stores):
+def find_missing(commit: Commit) -> str:
+    """Name a part of a commit that is missing on this host, as text; "" if none is. Raises StoreError."""
+    step, own = commit.checkpoint.step, {COMMIT_ID: commit.commit_id}
+    for store in commit.stores:
         found = [one for one in load_manifests(store.first) if one is not None and one.run_id == store.run_id]
-        if not any(one.is_state(committed.step, own) for one in found):
-            return f"a part of it rests in {store.first}, which is not here, or does not hold step {committed.step}"
+        if not any(one.is_state(step, own) for one in found):
+            return f"a part of it rests in {store.first}, which is not here, or does not hold step {step}"
     return ""
 
 
@@ -165,14 +157,6 @@ def _committed(path: Path) -> Manifest:
     if committed is None:
         raise StoreError(f"{path} holds no committed state: its run ended before its first commit, or has none.")
     return committed
-
-
-def _parts(committed: Manifest, path: Path) -> list[RankPart]:
-    """Return the parts of all ranks from a manifest's metadata; [] if another store decides the commit. Raises
-    StoreError."""
-    ranks = committed.metadata.get("ranks")
-    with refused(path):
-        return [RankPart.model_validate(part) for part in (ranks if isinstance(ranks, list) else ())]
 
 
 # -- one tag -----------------------------------------------------------------------------------------------------------
@@ -315,7 +299,7 @@ def _follow(info: TagInfo, manifest: TagManifest) -> TagInfo:
             "`export` its weights"
         )
         is_own = held.is_state(manifest.step, {COMMIT_ID: manifest.save_id})
-        reason = find_missing(held) if is_own else superseded
+        reason = find_missing(Commit.of(held, first)) if is_own else superseded
     except StoreError as error:
         reason = f"its state rests in {first}: {error}".removesuffix(".")
     return replace(info, complete=not reason, reason=reason)

@@ -17,10 +17,21 @@ from tiered_zero.checkpoint.checkpoints import Checkpoints
 from tiered_zero.checkpoint.dcp import DcpReader
 from tiered_zero.checkpoint.driver import from_json, to_json
 from tiered_zero.checkpoint.in_place import Commits
-from tiered_zero.checkpoint.index import Part, Share, Source, TagManifest, TensorEntry, WrittenBy, describe
+from tiered_zero.checkpoint.index import (
+    Part,
+    RankPart,
+    Share,
+    Source,
+    StoreLocation,
+    TagManifest,
+    TensorEntry,
+    WrittenBy,
+    describe,
+)
 from tiered_zero.checkpoint.load import TensorReader
 from tiered_zero.checkpoint.save import Capture
 from tiered_zero.checkpoint.tag import (
+    Commit,
     TagInfo,
     find_checkpoint,
     find_damage,
