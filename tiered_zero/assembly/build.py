@@ -19,7 +19,7 @@ from tiered_zero.assembly.open_machine import SHUTDOWN, OpenMachine, Source, fin
 from tiered_zero.assembly.spec import RunSpec, planning_notices
 from tiered_zero.checkpoint.checkpoints import Checkpoints, check_async
 from tiered_zero.checkpoint.driver import DriverState
-from tiered_zero.checkpoint.in_place import AdoptedValues, Commits, DurableCopies, run_fingerprint
+from tiered_zero.checkpoint.in_place import Commits, run_fingerprint
 from tiered_zero.checkpoint.index import RunState
 from tiered_zero.checkpoint.save import written_by
 from tiered_zero.concurrency.interrupts import Teardown, once
@@ -40,7 +40,6 @@ from tiered_zero.layout.buckets import Bucket, cut_buckets
 from tiered_zero.layout.flat import Unit
 from tiered_zero.native.norms import GradNorm
 from tiered_zero.native.update import num_kernel_threads
-from tiered_zero.plan.placement import BUFFERS
 from tiered_zero.plan.planner import Plan
 from tiered_zero.plan.request import PlanRequest
 from tiered_zero.rules.lr import build_scheduler
@@ -49,9 +48,8 @@ from tiered_zero.system import processor_name
 from tiered_zero.telemetry.monitors import Monitors, Open, StepLog, csv_in, tensorboard_in, wandb_of
 from tiered_zero.telemetry.report import StepReport
 from tiered_zero.telemetry.runlog import RunHeader, RunObserver
-from tiered_zero.tiers.rack import TierRack
 from tiered_zero.tiers.step_gradients import FlatWindows
-from tiered_zero.tiers.tier import Home, own_bytes
+from tiered_zero.tiers.tier import own_bytes
 from tiered_zero.unit.hooks import ModuleHooks
 from tiered_zero.unit.materialize import Materializer, UnitPlacer, materialize_model
 from tiered_zero.unit.offloaded import OffloadedParams
@@ -102,12 +100,9 @@ def build(
             adopted=source.directories,
         )
         step, state, whole = _make_step(run_spec, machine, handle, resources)
-        copies = _make_copies(run_spec, machine.copy_homes, state)
-        adopted: AdoptedValues | None = None
+        commits = _make_commits(run_spec, machine, state)
         if source.adoption is None:
             state.view.check(run_spec.source.state, run_spec.source.param_groups)
-        elif copies is not None:
-            adopted = AdoptedValues(state=state, copies=copies)
         driver = DriverState(
             counts=step.counts,
             overflow=step.overflow,
@@ -124,7 +119,7 @@ def build(
             driver,
             written_by(run_spec.rule, run_spec.config, runtime),
             config=run_spec.config,
-            commits=_make_commits(run_spec, machine.tiers, state, copies),
+            commits=commits,
         )
         resources.add("saves", once(checkpoints.async_save.wait))
         run = EngineParts(
@@ -145,11 +140,11 @@ def build(
         def place() -> None:
             nonlocal has_begun
             has_begun = True
-            _place_model(run_spec, source, step, adopted, own_state, resources)
+            _place_model(run_spec, source, step, commits, own_state, resources)
 
         try:
-            if source.adoption is not None and adopted is not None:
-                checkpoints.adopt(source.adoption, adopted, place)
+            if source.adoption is not None:
+                checkpoints.adopt(source.adoption, place)
             elif source.found is not None:
                 checkpoints.resume(source.found, place)
             else:
@@ -227,13 +222,13 @@ def _place_model(
     run_spec: RunSpec,
     source: Source,
     step: TrainStep,
-    adopted: AdoptedValues | None,
+    commits: Commits | None,
     own_state: Mapping[Any, Any],
     resources: Teardown,
 ) -> None:
-    """Move every parameter to its home with its first value, and install the module hooks. `adopted`: the committed
-    values that parameters get if the run adopts a commit. `own_state`: the state that the user's optimizer has already.
-    If this raises, the model must be built anew."""
+    """Move every parameter to its home with its first value, and install the module hooks. `commits`: has
+    the values that parameters get if the run adopts a commit. `own_state`: the state that the user's optimizer has
+    already. If this raises, the model must be built anew."""
     runtime, view = step.runtime, step.policy.view
     materializer = Materializer(run_spec.model, source.weights, run_spec.specs)
     placer = UnitPlacer(
@@ -241,7 +236,7 @@ def _place_model(
         events=step,
         store_masters=view.store_masters,
         ranks=runtime.collectives,
-        resumed=None if adopted is None else adopted.flat,
+        resumed=None if commits is None or source.adoption is None else commits.copies.committed,
     )
     materialize_model(materializer, run_spec.units, run_spec.params_of, placer)
     materializer.move_buffers(runtime.accelerator.device, runtime.collectives)
@@ -501,27 +496,11 @@ def _chosen_monitors(config: Config) -> dict[str, Open]:
     return {name: open_writer for name, (is_on, open_writer) in openers.items() if is_on}
 
 
-def _make_copies(run_spec: RunSpec, homes: dict[int, Home], state: RunState) -> DurableCopies | None:
-    """Make the writer of durable copies for in-place commits; None without such commits. `homes`: unit index, or
-    BUFFERS -> home of the copy."""
-    if not run_spec.config.tiered_zero.checkpoint.in_place:
-        return None
-
-    def flat(unit: Unit) -> torch.Tensor:
-        home = state.inventory.find(unit, "param")
-        view = state.param_flat(unit) if home is None else home.slot.tensor
-        assert view is not None, "copied units rest in memory"
-        return view
-
-    units = {unit.index: (unit, homes[unit.index]) for unit in run_spec.units if unit.index in homes}
-    return DurableCopies(units, state.updated_units, flat, homes.get(BUFFERS))
-
-
-def _make_commits(run_spec: RunSpec, tiers: TierRack, state: RunState, copies: DurableCopies | None) -> Commits | None:
-    config, plan = run_spec.config, run_spec.plan
-    if copies is None:
+def _make_commits(run_spec: RunSpec, machine: OpenMachine, state: RunState) -> Commits | None:
+    config, plan, tiers = run_spec.config, run_spec.plan, machine.tiers
+    if not config.tiered_zero.checkpoint.in_place:
         return None
     found = [tiers.nvme["state"]] if plan.nbytes("nvme", "state") else []
     found += [tiers.nvme["param"]] if plan.nbytes("nvme", "commit_param") else []
     stores = [*dict.fromkeys(found)]
-    return Commits(state, stores, copies, run_fingerprint(config, plan, run_spec.slots, run_spec.layouts))
+    return Commits(state, stores, machine.copy_homes, run_fingerprint(config, plan, run_spec.slots, run_spec.layouts))

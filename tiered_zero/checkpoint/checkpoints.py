@@ -24,7 +24,7 @@ from typing import Any, Final, final
 import torch
 
 from tiered_zero.checkpoint.driver import EVERYTHING, DriverState, LoadParts
-from tiered_zero.checkpoint.in_place import SAVE, AdoptedValues, Adoption, Commits
+from tiered_zero.checkpoint.in_place import SAVE, Adoption, Commits
 from tiered_zero.checkpoint.index import RunState, Share, TagManifest
 from tiered_zero.checkpoint.load import Matched, StateLoader, TensorReader, differences, match
 from tiered_zero.checkpoint.save import AsyncSave, Capture
@@ -239,10 +239,9 @@ class Checkpoints:
             logger.warning("%s", line)
         return matched, driver
 
-    def adopt(self, adoption: Adoption, values: AdoptedValues, place: Callable[[], None]) -> None:
-        """Resume from an in-place commit, in swap files that this run has taken over. `values`: reads the values of
-        buffers. `place`: puts the model on its tiers, after the checks. If this fails on one rank, every rank raises
-        ModelError or StoreError."""
+    def adopt(self, adoption: Adoption, place: Callable[[], None]) -> None:
+        """Resume from an in-place commit, in swap files that this run has taken over. `place`: puts the model on its
+        tiers, after the checks. If this fails on one rank, every rank raises ModelError or StoreError."""
         checked: list[tuple[Matched, dict[str, Any]]] = []
         agree(self._ranks, f"{_LOAD}: its contents", lambda: checked.append(self._check(adoption.manifest, EVERYTHING)))
         place()
@@ -256,7 +255,7 @@ class Checkpoints:
             for layout in view.layouts:
                 if layout.subgroup.index in adoption.initialized:
                     view.scalars.replace(layout, matched.scalars(layout))
-            values.restore_buffers()
+            self._commits.copies.restore_buffers()
             self._driver.restore_optimizer(driver)
             self.resumed = adoption.found.path, self._driver.restore(driver)
 

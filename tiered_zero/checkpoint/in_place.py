@@ -34,7 +34,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -64,7 +64,7 @@ from tiered_zero.config.schema import Config
 from tiered_zero.errors import ModelError, StoreError
 from tiered_zero.hardware.ranks.collectives import Collectives, agree
 from tiered_zero.layout.flat import Unit
-from tiered_zero.plan.placement import PlannedSlot
+from tiered_zero.plan.placement import BUFFERS, PlannedSlot
 from tiered_zero.plan.planner import Plan
 from tiered_zero.record.store import SwapStore
 from tiered_zero.rules.state_layout import StateLayout
@@ -86,15 +86,15 @@ _CHUNK_NBYTES = MIB
 @final
 class Commits:
     """Commits this rank's state in place. Called on the driver thread. `tiers`: the nvme tier of the state, and the
-    nvme tier of the parameters if that is another one and is committed too. `layout`: a hash of where bytes lie, from
-    `run_fingerprint`."""
+    nvme tier of the parameters if that is another one and is committed too. `homes`: those of `DurableCopies`.
+    `layout`: a hash of where bytes lie, from `run_fingerprint`."""
 
-    def __init__(self, state: RunState, tiers: Sequence[NvmeTier], copies: DurableCopies, layout: str) -> None:
+    def __init__(self, state: RunState, tiers: Sequence[NvmeTier], homes: Mapping[int, Home], layout: str) -> None:
         self._state = state
         self._stores: list[SwapStore] = [tier.store for tier in tiers]
-        self._copies = copies
+        self.copies = DurableCopies(state, homes)
         self._layout = layout
-        self._places = committed_places(state, tiers, copies.homes, copies.buffers)
+        self._places = committed_places(state, tiers, homes)
         self._ranks = state.runtime.collectives
         own = [store.run_id for store in self._stores]
         of_ranks = agree(self._ranks, "initialize: in-place commits", lambda: own)
@@ -136,7 +136,7 @@ class Commits:
         `driver`: this rank's own part of the driver state. Raises StoreError, TransferError."""
         state, scalars = self._state, self._state.view.scalars
         with torch.no_grad():
-            self._copies.write(state.named_buffers())
+            self.copies.write()
         buffers = state.named_buffers() if self._ranks.rank == 0 else ()
         tensors = list_tensors(state, self._places, scalars, buffers)
         return Share(
@@ -245,43 +245,62 @@ def _parts(shares: Sequence[Share]) -> list[RankPart]:
 
 @final
 class DurableCopies:
-    """Copies to nvme what a commit needs besides optimizer state: buffers, frozen parameters and, with state_format
-    bf16_remainder, the parameters of updated units.
+    """Keeps copies on nvme of what a commit needs besides optimizer state: buffers, frozen parameters and, with
+    state_format bf16_remainder, the parameters of updated units. Reads parameters and buffers of a commit that the run
+    adopts. Called on the driver thread. `homes`: unit index, or BUFFERS -> home (slot) of the copy."""
 
-    `units`: unit index -> the unit, and the home (slot) of its copy. `updated`: indices of the units that updates
-    write. `flat`: returns a unit's parameters, [P]. `buffers`: the home of the buffers' copy; None for a model without
-    buffers."""
-
-    def __init__(
-        self,
-        units: Mapping[int, tuple[Unit, Home]],
-        updated: Container[int],
-        flat: Callable[[Unit], torch.Tensor],
-        buffers: Home | None,
-    ) -> None:
-        self.homes = {index: home for index, (_, home) in units.items()}
-        self.buffers = buffers
-        self._kept = [(unit, home) for unit, home in units.values() if unit.index not in updated]
-        self._updated = [(unit, home) for unit, home in units.values() if unit.index in updated]
-        self._flat = flat
+    def __init__(self, state: RunState, homes: Mapping[int, Home]) -> None:
+        self.homes = homes
+        self._state = state
+        self._units = [unit for unit in state.units if unit.index in homes]
         self._digests: dict[tuple[str, int], int] = {}
         """(slot, first byte of a chunk) -> checksum of the bytes that were last written there."""
 
-    def write(self, buffers: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Write every copy that has changed; the next commit makes it durable. Called on the driver thread, between two
-        updates. `buffers`: the model's buffers, by name. Raises StoreError, TransferError."""
+    def write(self) -> None:
+        """Write every copy that has changed; the next commit makes it durable. Called between two updates. Raises
+        StoreError, TransferError."""
         writes: list[Transfer] = []
+        window = torch.frombuffer(map_memory(_CHUNK_NBYTES), dtype=torch.uint8)
         try:
-            for unit, home in self._updated:  # half of their masters: 2 of the 10 bytes of a parameter's state
-                raw = as_bytes(self._flat(unit))
-                writes.append(home.tier.write(home.slot, raw))
-            window = torch.frombuffer(map_memory(_CHUNK_NBYTES), dtype=torch.uint8)
-            for unit, home in self._kept:
-                self._write_changed(home, as_bytes(self._flat(unit)), window)
-            if self.buffers is not None:
-                self._write_changed(self.buffers, _packed(buffers, self.buffers.slot.nbytes), window)
+            for unit in self._units:
+                home, raw = self.homes[unit.index], as_bytes(self._present(unit))
+                if unit.index in self._state.updated_units:  # half of their masters: 2 of the 10 bytes of state
+                    writes.append(home.tier.write(home.slot, raw))
+                else:
+                    self._write_changed(home, raw, window)
+            if (home_of_buffers := self.homes.get(BUFFERS)) is not None:
+                packed = _packed(self._state.named_buffers(), home_of_buffers.slot.nbytes)
+                self._write_changed(home_of_buffers, packed, window)
         finally:
             wait_all(writes)
+
+    def committed(self, unit: Unit) -> torch.Tensor:
+        """Return the unit's parameters from an adopted commit, [P] on the CPU. Elements of other ranks are zeros."""
+        view = self._state.view
+        if unit.index in self._state.updated_units and not view.need_params:
+            return view.read_masters(unit).to(unit.dtype)
+        home = self.homes.get(unit.index) or self._state.inventory.home(unit, "param")
+        flat, own = torch.zeros(unit.numel, dtype=unit.dtype), home.elements(unit)
+        part = flat[own]
+        part.copy_(read_slot(home, 0, as_bytes(part).numel(), view.staging).view(unit.dtype))
+        return flat
+
+    def restore_buffers(self) -> None:
+        """Copy the values of buffers in an adopted commit into the model."""
+        if (home := self.homes.get(BUFFERS)) is None:
+            return
+        raw = read_slot(home, 0, home.slot.nbytes, self._state.view.staging)
+        with torch.no_grad():
+            for _, buffer, offset in pack(self._state.named_buffers()):
+                nbytes = buffer.numel() * buffer.dtype.itemsize
+                buffer.copy_(raw[offset : offset + nbytes].clone().view(buffer.dtype).view(buffer.shape))
+
+    def _present(self, unit: Unit) -> torch.Tensor:
+        """Return the unit's parameters, which rest in memory, [P]."""
+        home = self._state.inventory.find(unit, "param")
+        view = self._state.param_flat(unit) if home is None else home.slot.tensor
+        assert view is not None, "copied units rest in memory"
+        return view
 
     def _write_changed(self, home: Home, raw: torch.Tensor, window: torch.Tensor) -> None:
         """Write the chunks of a slot that have changed. `raw`: the slot's new bytes, on any device. `window`: room for
@@ -389,36 +408,6 @@ def adopt(
         manifest=commit.checkpoint,
         initialized=frozenset(own.initialized),
     )
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class AdoptedValues:
-    """Reads parameters and buffers from an adopted commit. Called on the driver thread, before the first step."""
-
-    state: RunState
-    copies: DurableCopies
-
-    def flat(self, unit: Unit) -> torch.Tensor:
-        """Return the unit's parameters, [P] on the CPU. Elements of other ranks are zeros."""
-        if unit.index in self.state.updated_units and not self.state.view.need_params:
-            return self.state.view.read_masters(unit).to(unit.dtype)
-        home = self.copies.homes.get(unit.index) or self.state.inventory.home(unit, "param")
-        flat, own = torch.zeros(unit.numel, dtype=unit.dtype), home.elements(unit)
-        part = flat[own]
-        part.copy_(read_slot(home, 0, as_bytes(part).numel(), self.state.view.staging).view(unit.dtype))
-        return flat
-
-    def restore_buffers(self) -> None:
-        """Copy the committed values of the buffers into the model."""
-        home = self.copies.buffers
-        if home is None:
-            return
-        raw = read_slot(home, 0, home.slot.nbytes, self.state.view.staging)
-        with torch.no_grad():
-            for _, buffer, offset in pack(self.state.named_buffers()):
-                nbytes = buffer.numel() * buffer.dtype.itemsize
-                buffer.copy_(raw[offset : offset + nbytes].clone().view(buffer.dtype).view(buffer.shape))
 
 
 def run_fingerprint(config: Config, plan: Plan, slots: Iterable[PlannedSlot], layouts: Sequence[StateLayout]) -> str:

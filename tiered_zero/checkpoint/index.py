@@ -45,6 +45,7 @@ from tiered_zero.hardware.memory.host_memory import StagingPool
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import PACKED_ALIGNMENT_NBYTES, ParamSpec, Unit
 from tiered_zero.layout.subgroups import ParamPiece, Segment
+from tiered_zero.plan.placement import BUFFERS
 from tiered_zero.record.directory import PlainPath
 from tiered_zero.record.files import Count, JsonFile, StrictModel, next_path
 from tiered_zero.record.manifest import Contents
@@ -534,11 +535,10 @@ def copied_places(scalars: Scalars) -> RecordPlaces:
     return RecordPlaces(state, params, lambda unit: Source(0, f"param/{unit.index}", 0), Source(0, "buffers", 0))
 
 
-def committed_places(
-    state: RunState, tiers: Sequence[object], copies: Mapping[int, Home], buffers: Home | None
-) -> RecordPlaces:
+def committed_places(state: RunState, tiers: Sequence[object], copies: Mapping[int, Home]) -> RecordPlaces:
     """Return where a commit's records lie in the swap files. `tiers`: this rank's nvme tiers that are committed, in
-    order. `copies`: unit index -> home of the unit's durable copy. `buffers`: home of the buffers' copy."""
+    order. `copies`: unit index, or BUFFERS -> home of the durable copy."""
+    buffers = copies.get(BUFFERS)
 
     def start(home: Home) -> Source:
         return Source(tiers.index(home.tier), home.slot.name, 0)
