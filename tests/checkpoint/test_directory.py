@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.fakes.sync_io import SyncEngine, SyncFile
-from tests.support.inspection.insides import OWNER_NAME, SwapDir, SwapStore
+from tests.support.inspection.insides import OWNER_NAME, SwapDir, SwapStore, prepare_file, unlock
 from tests.support.tags import (
     commit_metadata,
     data_file,
@@ -45,7 +45,6 @@ from tiered_zero.checkpoint.tag import (
 from tiered_zero.checkpoint.tag_writer import LOCK_NAME, SaveDirectory, TagWriter
 from tiered_zero.errors import StoreError, TransferError
 from tiered_zero.io.select import select_engine
-from tiered_zero.record.files import prepare_file, unlock
 
 TENSORS = {"x": torch.arange(3000, dtype=torch.float32), "y": torch.tensor([True, False])}
 

@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fakes.sync_io import SyncEngine
-from tests.support.inspection.insides import Contents, Range, Record
+from tests.support.inspection.insides import Contents, Range, Record, RecordFiles, RecordReader
 from tests.support.json_files import with_body
 from tests.support.tags import written_by
 from tiered_zero.checkpoint.index import Part, Source, TagManifest, TensorEntry, check_places
 from tiered_zero.errors import StoreError
-from tiered_zero.record.data_files import RecordFiles, RecordReader
 from tiered_zero.sizes import MIB
 
 PATH = Path("ck/tag/manifest.json")

@@ -51,7 +51,7 @@ from tiered_zero.native.norms import GradCopy, GradNorm
 from tiered_zero.record import data_files, files, manifest
 from tiered_zero.record import directory as swap_dir
 from tiered_zero.record import store as swap_store
-from tiered_zero.record.data_files import DATA_NAME, RecordWriter
+from tiered_zero.record.data_files import DATA_NAME, RecordFiles, RecordReader, RecordWriter
 from tiered_zero.record.directory import (
     OWNER_NAME,
     PREFIX,
@@ -63,6 +63,7 @@ from tiered_zero.record.directory import (
     list_runs,
 )
 from tiered_zero.record.files import VERSION as FILE_VERSION
+from tiered_zero.record.files import prepare_file, unlock
 from tiered_zero.record.manifest import MANIFEST_NAME, Contents, Range, Record
 from tiered_zero.record.manifest import load as load_manifests
 from tiered_zero.record.store import SwapStore
