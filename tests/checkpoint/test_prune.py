@@ -161,6 +161,18 @@ def test_files_of_a_killed_writer_that_cannot_be_removed_stop_no_save_and_no_pru
     assert tag_to_load(tmp_path).tag == "s2" and removed(tmp_path, 1) == ["s1"]
 
 
+def test_what_a_killed_writer_left_stays_while_the_manifest_cannot_be_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The manifest may be that of the save which the lock file names."""
+    save(tmp_path, 1)
+    data = data_file(tmp_path / "s1")
+    (tmp_path / LOCK_NAME).write_text(f"{look_at(tmp_path / 's1')[0].save_id} s1")
+    (tmp_path / "s1" / "manifest.json").write_bytes(b"{}")
+    save(tmp_path, 2)
+    assert data.exists() and f"{tmp_path / 's1'}: what a writer left when it ended stays" in caplog.text
+
+
 def test_a_prune_that_was_killed_is_ended_by_the_next_writer(tmp_path: Path) -> None:
     save(tmp_path, 1)
     save(tmp_path, 2)

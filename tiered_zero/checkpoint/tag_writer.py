@@ -99,11 +99,8 @@ class SaveDirectory:
                 f"Checkpoints cannot be saved to {os.fspath(save_dir)!r}: {error_text(error)}. Name a directory of "
                 "your own, on a disk with file locks, which all ranks share."
             ) from error
-        save_id, tag = change_under_way(path) if os.fstat(directory._lock).st_size else ("", "")
-        if tag and (nbytes := directory.end(tag, save_id, is_published=_save_id(path / tag) == save_id)):
-            logger.warning(
-                "%s: removed %s, which a writer of checkpoint %s left when it ended.", path, format_nbytes(nbytes), tag
-            )
+        if os.fstat(directory._lock).st_size:
+            directory._restore()
         return directory
 
     def begin(self, tag: str, save_id: str) -> None:
@@ -152,18 +149,35 @@ class SaveDirectory:
         sync_directory(self.path / tag)
         self.end(tag, save_id, is_published=False)
 
+    def _restore(self) -> None:
+        """Remove what a writer that died has left. Leave all if it cannot be known whether its save is published."""
+        save_id, tag = change_under_way(self.path)
+        if not tag:
+            return
+        try:
+            is_published = _save_id(self.path / tag) == save_id
+        except (OSError, StoreError) as error:
+            logger.warning("%s: what a writer left when it ended stays: %s", self.path / tag, error_text(error))
+            return
+        if nbytes := self.end(tag, save_id, is_published=is_published):
+            logger.warning(
+                "%s: removed %s, which a writer of checkpoint %s left when it ended.",
+                *(self.path, format_nbytes(nbytes), tag),
+            )
+
     def release(self) -> None:
         """Release the lock, even if a forked child has inherited it. Idempotent."""
         unlock(self._lock)
 
 
 def _save_id(path: Path) -> str:
-    """Return the id of the save that is published as the tag at `path`; "" if there is none."""
+    """Return the id of the save that is published as the tag at `path`; "" if there is none. Raises OSError,
+    StoreError."""
     try:
         sync_directory(path)  # its name may not be durable yet
         with open_directory(path) as fd:
             return TagManifest.decode(read_file(MANIFEST_NAME, fd, most_nbytes=MOST_NBYTES), path).save_id
-    except (OSError, StoreError):
+    except FileNotFoundError:
         return ""
 
 
@@ -206,8 +220,9 @@ class TagWriter:
         writes the data; None: the save gets its own. `needed_nbytes`: bytes of all records. `own_nbytes`: bytes of this
         process's records; None: all. Raises StoreError."""
         save_id = secrets.token_hex(6)
+        check_tag(tag)
         directory = SaveDirectory.open(save_dir)
-        path = directory.path / check_tag(tag)
+        path = directory.path / tag
         try:
             _check_space(directory.path, needed_nbytes)
             directory.begin(tag, save_id)
@@ -299,10 +314,11 @@ class TagWriter:
             self.writer.close()
         except OSError as error:
             logger.warning("A data file in %s cannot be closed: %s", self.path, error)
-        if self._directory is not None:
+        directory, self._directory = self._directory, None
+        if directory is not None:
             if not self.is_published:
-                self._directory.end(self.tag, self.save_id, is_published=False)
-            self._directory.release()
+                directory.end(self.tag, self.save_id, is_published=False)
+            directory.release()
 
 
 def _check_space(path: Path, tensors_nbytes: int) -> None:
