@@ -59,7 +59,7 @@ def run(path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Op
     random = Random(seed)
     log: list[Operation] = []
     recording = RecordingOS(log)
-    for module in (manifest, files, system):
+    for module in (files, system):
         monkeypatch.setattr(module, "os", recording)
     monkeypatch.setattr(manifest, "CHUNK_NBYTES", 2 * PAGE)
     engine = SyncEngine(operations=log)

@@ -16,7 +16,7 @@ import pytest
 from tests.ranks.pool import RankPool
 from tests.ranks.saving import Place, build, train, weights_of
 from tests.ranks.training import differences
-from tests.support.inspection.insides import Commits, SwapStore, TagWriter, manifest
+from tests.support.inspection.insides import Commits, SwapStore, TagWriter, swap_store
 from tiered_zero.errors import EngineFailedError, RankError, StoreError
 from tiered_zero.hardware.ranks.process_groups import ProcessGroups
 
@@ -165,8 +165,8 @@ def resume_two_stores(swap_path: str, save_dir: str) -> dict[str, Any]:
 
 
 FAULTS: dict[str, tuple[Any, str, Callable[..., None]]] = {
-    "cannot prepare": (manifest, "prepare", full_disk),
-    "cannot decide": (manifest, "confirm", full_disk),
+    "cannot prepare": (swap_store, "prepare_file", full_disk),
+    "cannot decide": (swap_store, "confirm_file", full_disk),
     "cannot tag": (TagWriter, "publish_prepared", full_disk),
     "killed before it prepares": (Commits, "prepare", kill),
     "killed once prepared": (Commits, "prepare", then_kill(Commits.prepare)),

@@ -243,11 +243,15 @@ class TagManifest(JsonFile):
     def _check(self) -> TagManifest:
         if any(len(store.weights) != 1 for store in self.stores) or (self.swap is not None and self.stores):
             raise ValueError("stores: expected one file of each, and none of an in-place commit")
-        for store in self.stores:
+        extents: dict[tuple[int, str], int] = {}
+        for rank, store in enumerate(self.stores):
             for record in store.records:
+                extents[rank, record.name] = record.extent_nbytes
                 if sum(end - start for start, end, *_ in store.ranges[record.name]) != record.extent_nbytes:
                     raise ValueError(f"stores: expected checksums of all bytes of record {record.name[:80]!a}")
         _check_tensors(self.tensors)
+        if self.swap is None:
+            check_places(self.tensors, extents)
         return self
 
 

@@ -29,6 +29,7 @@ from tiered_zero.checkpoint.index import (
     StoreLocation,
     TagManifest,
     WrittenBy,
+    check_places,
     check_tag,
     file_name,
 )
@@ -515,10 +516,7 @@ def open_tag(
         RecordFiles(paths=[path / file_name(rank, manifest.save_id)], contents=store)
         for rank, store in enumerate(manifest.stores)
     ]
-    try:
-        return TensorReader(manifest, RecordReader(files, engine))
-    except ValueError as error:
-        raise StoreError(f"{path} cannot be loaded: it is not whole: {error}.") from error
+    return TensorReader(manifest, RecordReader(files, engine))
 
 
 def find_damage(directory: str | os.PathLike[str]) -> list[str]:
@@ -539,11 +537,10 @@ def open_commit(
     commit = Commit.read(Path(owner_of(Path(path)).paths[0]))
     with ExitStack() as resources:
         stores = open_stores(commit.stores, commit, resources, own_runs)
-        held = ExitStack()
+        records = RecordReader(stores, engine)
         with refused(commit.stores[0].first):
-            reader = TensorReader(commit.checkpoint, RecordReader(stores, engine), held)
-        held.enter_context(resources.pop_all())
-        return reader
+            check_places(commit.checkpoint.tensors, records.extents)
+        return TensorReader(commit.checkpoint, records, resources.pop_all())
 
 
 def open_stores(
