@@ -127,7 +127,7 @@ def measure(cell: Cell, directory: str, num_tokens: int, dtype: str, steps: int,
         },
         "nbytes": dict(reports[-1].link_nbytes),
         "cpu_share": statistics.median(report.cpu_share or 0.0 for report in reports),
-        "predicted": {name: value for name, value in asdict(predicted).items() if name != "num_events"},
+        "predicted": asdict(predicted),
     }
 
 
