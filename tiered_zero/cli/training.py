@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import shutil
 import struct
 import time
@@ -38,8 +37,6 @@ from tiered_zero.telemetry.report import RunReport, RunTotals, StepReport
 logger = logging.getLogger("tiered_zero")
 
 _STATE_KEY, _LOSS = "tiered_zero.train", "loss"
-_CONTEXT = r"context=(\d+)"
-_MODEL = rf"--model \S*{_CONTEXT}\S*?(?=, |$)"
 
 
 def check_options(directory: Path, options: Mapping[str, Any]) -> None:
@@ -51,8 +48,6 @@ def check_options(directory: Path, options: Mapping[str, Any]) -> None:
         return
     if other := [name for name, value in options.items() if name in saved and saved[name] != value]:
         expected, found = (", ".join(f"{name} {of[name]}" for name in other) for of in (saved, options))
-        if len({re.sub(_CONTEXT, "", str(of.get("--model"))) for of in (saved, options)}) == 1:
-            expected, found = (re.sub(_MODEL, r"--context \1", text) for text in (expected, found))
         raise ConfigError(
             f"--resume: the run in {directory} has {expected}; found {found}. Give the same, or another directory to "
             "--save."
@@ -144,7 +139,8 @@ class Training:
             logger.warning("%s holds NUL bytes, as binary files do. It is trained on byte by byte.", corpus.source)
         self._step_tokens = resolved.train_batch_size * model.context
         self._saved = {
-            "--model": str(model),
+            "--model": str(options.model or DEMO_MODEL),
+            "--context": model.context,
             "--seed": options.seed,
             "a text": corpus.identity,  # not its path: a file may be moved, and another may have its name
             "batch": resolved.train_batch_size,
