@@ -347,9 +347,11 @@ class Reading:
 
 def reports(config: BaseModel, reading: Reading) -> list[KeyReport]:
     """Return a report for every honoured key, then one for every key of the file that has no effect."""
-    keys = table(type(config))
-    rows = list(_honoured_rows(config, reading, "", keys))
-    rows += [_idle_row(key, value, reading) for key, value in reading.idle]
+    rows = [_report(key, value, given, reading) for key, value, given in _honoured_values(config, reading, "")]
+    for key, value in reading.idle:
+        what = "switched off; on, it" if False in key.allowed else "any other value"
+        why = f"{what} is refused: {key.why}" if key.fate is Fate.REFUSED else key.why
+        rows.append(_report(replace(key, fate=Fate.NO_EFFECT, why=why), value, True, reading))
     return rows
 
 
@@ -373,42 +375,31 @@ def notices(reading: Reading, keys: Mapping[str, Key]) -> tuple[str, ...]:
     return (*lines, *(f"config: {line}" for line in reading.notices))
 
 
-def _honoured_rows(node: BaseModel, reading: Reading, prefix: str, keys: Mapping[str, Key]) -> Iterator[KeyReport]:
+def _honoured_values(node: BaseModel, reading: Reading, prefix: str) -> Iterator[tuple[Key, Any, bool]]:
+    """Yield each honoured key, its value, and whether the file has it. `node`: the config, or its section `prefix`."""
     for name, field_info in type(node).model_fields.items():
         value, path = getattr(node, name), prefix + (field_info.alias or name)
+        key = Key(path=path, fate=Fate.HONOURED, why=field_info.description or "")
         if isinstance(value, BaseModel):
-            yield from _honoured_rows(value, reading, f"{path}.", keys)
-        elif path not in keys:  # the file leaves this section out
-            continue
+            yield from _honoured_values(value, reading, f"{path}.")
         elif isinstance(value, dict):
             arguments = {f"{path}.{argument}": given for argument, given in value.items()}
             arguments |= {auto: given for auto, given in reading.auto.items() if auto.startswith(f"{path}.")}
-            for argument, given in arguments.items():
-                source: Source = "auto" if argument in reading.auto else "file"
-                key = replace(keys[path], path=argument)
-                yield _live_row(key, given, True, reading) if argument in reading.unfilled else _row(key, given, source)
-        else:
-            yield _live_row(keys[path], value, name in node.model_fields_set, reading)
+            yield from ((replace(key, path=argument), given, True) for argument, given in arguments.items())
+        elif field_info.description:  # a section that the file leaves out has none
+            yield key, value, name in node.model_fields_set
 
 
-def _live_row(key: Key, value: Any, given: bool, reading: Reading) -> KeyReport:
-    is_auto = key.path in reading.auto
-    written_as = reading.written_as(key.path) if given or is_auto else ""
-    if key.path in reading.unfilled:
-        return _row(replace(key, why=f"{key.why} ({FILLED})"), "auto", "auto")
-    if is_auto or key.path in reading.derived:
-        return _row(key, value, "auto" if is_auto else "derived", written_as)
-    return _row(key, value, "renamed" if written_as else "file" if given else "default", written_as)
-
-
-def _idle_row(key: Key, value: Any, reading: Reading) -> KeyReport:
-    if key.fate is Fate.REFUSED:
-        what = "switched off; on, it" if False in key.allowed else "any other value"
-        key = replace(key, why=f"{what} is refused: {key.why}")
-    written_as = reading.written_as(key.path)
-    return _row(replace(key, fate=Fate.NO_EFFECT), value, "renamed" if written_as else "file", written_as)
-
-
-def _row(key: Key, value: Any, source: Source, written_as: str = "") -> KeyReport:
-    effect = f"{key.why} (written as {written_as})" if written_as else key.why
-    return KeyReport(path=key.path, value=value, source=source, fate=key.fate, effect=effect)
+def _report(key: Key, value: Any, given: bool, reading: Reading) -> KeyReport:
+    """Report a key. `given`: whether the file has it."""
+    path, effect = key.path, key.why
+    is_auto = path in reading.auto
+    written_as = reading.written_as(path) if given or is_auto else ""
+    source: Source = "renamed" if written_as else "file" if given else "default"
+    if is_auto or path in reading.derived:
+        source = "auto" if is_auto else "derived"
+    if path in reading.unfilled:
+        value, effect = "auto", f"{effect} ({FILLED})"
+    if written_as:
+        effect = f"{effect} (written as {written_as})"
+    return KeyReport(path=path, value=value, source=source, fate=key.fate, effect=effect)
