@@ -1,7 +1,7 @@
 """Defer Ctrl-C during work that cannot be undone, and call the closing functions of a run in order.
 
 [Note: Interrupted calls] Python's own handler of SIGINT raises KeyboardInterrupt on the main thread, between any two
-lines, also of this package. The interrupted call then drops its step (`Entrance.abort`). Some work cannot be dropped:
+lines, also of this package. The interrupted call then drops its step (`TrainStep.abort`). Some work cannot be dropped:
 `step()`, a backward whose updates have begun, a load that replaces values, the write of a change under
 `gathered(modify=True)`, an in-place commit, `close()`. A KeyboardInterrupt during such work is raised when the work has
 ended. A second one is raised immediately, and so is an exception of the program's own handler of SIGINT. If such an

@@ -432,7 +432,7 @@ class Engine(DeepSpeedNames):
     @runs_outside_modes
     def abort_step(self) -> None:
         """Drop this step: wait for transfers, evict units, drop gradients. Training continues with the next forward."""
-        self._step.abort()
+        self._step.abort_step()
 
     def close(self) -> None:
         """Free every tier, stop every thread, remove the swap directory. A second call does nothing. Parameters off the

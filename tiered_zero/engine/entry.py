@@ -1,13 +1,11 @@
-"""Begin, end and abort the calls of an engine, and count its steps."""
+"""Admit calls of an engine, check that its model is the same, and count its steps."""
 
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial, wraps
+from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, final
 
 import torch
@@ -17,17 +15,15 @@ from tiered_zero.activations.mover import ActivationMover
 from tiered_zero.checkpoint.checkpoints import Checkpoints
 from tiered_zero.concurrency.interrupts import Teardown
 from tiered_zero.config.schema import Config
-from tiered_zero.errors import ModelError, TieredZeroError
-from tiered_zero.grads.arrivals import GradientArrivals
-from tiered_zero.grads.check import GradCheck, OverflowGuard
+from tiered_zero.errors import ModelError
+from tiered_zero.grads.check import GradCheck
 from tiered_zero.grads.reduce import GradientReducer
 from tiered_zero.grads.store import GradientStore
 from tiered_zero.hardware.device.accelerator import runs_outside_modes
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.plan.planner import Plan
 from tiered_zero.system import OwnProcess
-from tiered_zero.telemetry.report import StepMeter, StepReport
-from tiered_zero.unit.driver import BACKWARD, Phase
+from tiered_zero.telemetry.report import StepReport
 from tiered_zero.unit.pager import Pager
 from tiered_zero.update.handle import ParamGroupWatch, TieredOptimizer
 from tiered_zero.update.policy import UpdatePolicy
@@ -84,7 +80,7 @@ def on_one_thread(method: _Method[_Engine, _Arguments, _Result]) -> _Method[_Eng
         driver.enter(call)
         try:
             if method.__name__ != "peek":  # it only reads
-                step.entrance.check_outside(call, may_recompute=method.__name__ == "forward")
+                step.check_outside(call, may_recompute=method.__name__ == "forward")
             return method(self, *args, **kwargs)
         except BaseException as error:
             if not isinstance(error, Exception):
@@ -213,22 +209,25 @@ class StepCounts:
             )
 
     def begin_step(self, num_uses: int) -> bool:
-        """Count a micro-batch, and return whether its step is a boundary. `num_uses`: the pager's count of uses."""
-        boundary = self.is_boundary()
-        self.micro_steps += 1 if self._managed else max(1, self.num_backwards)
+        """Begin a `step()`, and return whether it is a boundary. `num_uses`: the pager's count of uses."""
         used = self.num_backwards and num_uses != self._num_uses  # weights were used after the backward
         self._one_backward_each &= self.num_backwards == 1 and not used  # else no update begins in backward any more
+        self.is_accumulating = not self.is_boundary()
+        self.was_applied = False
+        return not self.is_accumulating
+
+    @property
+    def next_micro_steps(self) -> int:
+        """`micro_steps` as `end_step` sets it."""
+        return self.micro_steps + (1 if self._managed else max(1, self.num_backwards))
+
+    def end_step(self, check: GradCheck | None = None) -> None:
+        """Count a micro-batch. `check`: the gradient check of a boundary, which is counted as a step."""
+        self.micro_steps = self.next_micro_steps
         self.num_backwards = 0
-        self.is_accumulating = not boundary
-        return boundary
-
-    def state(self) -> tuple[int, int, GradCheck | None]:
-        """Return the counts that `restore` sets: (micro_steps, global_steps, grad_check)."""
-        return self.micro_steps, self.global_steps, self.grad_check
-
-    def restore(self, state: tuple[int, int, GradCheck | None]) -> None:
-        """Set the counts to `state`, an earlier result of `state()`. Called if the step is dropped."""
-        self.micro_steps, self.global_steps, self.grad_check = state
+        if check is not None:
+            self.global_steps += 1
+            self.grad_check = check
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts as plain values. Call it right after a `step()` that updates."""
@@ -268,236 +267,3 @@ def end_unreferenced_run(process: OwnProcess, resources: Teardown) -> None:
         runs_outside_modes(resources.close)()  # garbage collection may run inside a mode, such as a compiler's tracing
     else:  # perhaps a lane of this run, which cannot wait for itself
         threading.Thread(target=resources.close, name="tiered_zero end").start()
-
-
-_CAUGHT = "an exception that its program has caught"
-
-
-@final
-class Entrance:
-    """Begins and ends each call of an engine, and a `loss.backward()` that the user calls. If a forward fails, it ends
-    that forward's uses of units. If another call fails, it drops the step, and latches the engine if the update has
-    begun. Used on the driver thread, or on autograd's while the driver waits."""
-
-    def __init__(
-        self,
-        movers: Movers,
-        counts: StepCounts,
-        overflow: OverflowGuard,
-        arrivals: GradientArrivals,
-        meter: StepMeter,
-    ) -> None:
-        self._movers, self._pager = movers, movers.pager
-        self._counts, self._overflow, self._arrivals, self._meter = counts, overflow, arrivals, meter
-        self._phase = movers.pager.phase
-        self._ranks = movers.runtime.collectives
-        self._before_step: tuple[Any, Any] | None = None
-        self._ending: weakref.ref[Callable[[], None]] | None = None
-        """The callback that autograd calls at the end of a `loss.backward()` of the user, while it exists."""
-
-    def check_outside(self, call: str, may_recompute: bool = False) -> None:
-        """Raise ModelError if a forward, backward or step() is running: a hook or a signal handler has then made this
-        call. `call`: its name in the message. `may_recompute`: whether a forward inside of a user's `loss.backward()`
-        is allowed."""
-        if running := self._running(may_recompute):
-            raise ModelError(
-                f"{call} was called inside of a {running}, by a hook or a signal's handler, where weights and state "
-                "are half of one step and half of the next. Call it after step() has returned: a hook or handler sets "
-                "a flag for it, as tiered_zero.stop_on_signals() does."
-            )
-
-    def _running(self, may_recompute: bool) -> str:
-        """Return which call is running: "forward", "backward", "step", or "" for none. `may_recompute`: whether to
-        ignore a `loss.backward()` of the user."""
-        now = self._phase.now
-        if torch._C._current_graph_task_id() != -1 and not (may_recompute and now is Phase.IDLE):
-            return "backward"
-        if now is not Phase.IDLE:
-            return now.value if now in (Phase.FORWARD, Phase.BACKWARD) else "step"
-        return "forward" if self._pager.direct is not None and self._pager.runs_directly() else ""
-
-    @contextmanager
-    def call(self, phase: Phase) -> Iterator[None]:
-        """Run the block as one call in `phase`. If the block raises, drop the step (after an Exception in a forward,
-        only end its uses of units), and latch the engine if the run cannot go on. Then raise the block's error, or an
-        earlier one that no call has raised yet."""
-        try:
-            self._phase.now = phase
-            yield
-        except GeneratorExit:
-            raise  # an interrupt came before the block was entered; the generator is discarded
-        except BaseException as error:
-            try:
-                self._ranks.fail(f"{type(error).__name__}: {error}")
-                self._end_failed(error)
-                self.latch_ranks(phase.value, error)
-            finally:
-                self._phase.now = Phase.IDLE
-            if isinstance(error, Exception):
-                self._movers.policy.failures.surface(error)
-            raise
-        self._phase.now = Phase.IDLE
-
-    def begin_step(self) -> None:
-        """Save the counts and the loss scale. `abort` restores them if the step is dropped."""
-        self._before_step = self._counts.state(), self._overflow.state()
-
-    def end_step(self) -> None:
-        """Discard what `begin_step` has saved: the step is complete or skipped."""
-        self._before_step = None
-
-    def recover(self) -> None:
-        """Drop an unfinished step. An interrupt leaves one, and so does a failed forward or `loss.backward()` past the
-        engine. Each call begins with this. Raises ModelError if a forked child process has to drop a step."""
-        pager = self._pager
-        is_backward = self._backward_has_failed()
-        is_forward = bool(pager.frames) or (pager.direct is not None and not pager.runs_directly())
-        was_broken_off = pager.driver.was_broken_off or (pager.copies.call and pager.copies.was_broken_off())
-        if self._phase.now is Phase.IDLE and (is_backward or is_forward or was_broken_off):
-            pager.driver.process.check()
-            self._phase.now = Phase.BACKWARD if is_backward else Phase.FORWARD
-            try:
-                if is_backward or is_forward:
-                    self.fail_ranks(None)
-                self.drop()
-            finally:
-                self._phase.now = Phase.IDLE
-
-    # -- a backward past the engine --------------------------------------------------------------------------------
-
-    def notice_backward(self) -> None:
-        """Begin to follow a `loss.backward()` of the user. Called before a parameter is fetched and when a gradient
-        arrives. Raises ModelError while another thread is inside the engine."""
-        phase, driver, task = self._phase, self._pager.driver, torch._C._current_graph_task_id()
-        if task == -1:
-            if phase.has_own_backward and driver.other() is None:
-                phase.has_own_backward = False  # an exception has ended it; the next call drops the step
-                self._pager.end_pass()
-            return
-        if task == phase.task:
-            return
-        driver.check(BACKWARD)
-        if phase.now is Phase.BACKWARD or (self._ending is not None and self._ending() is not None):
-            phase.task = task  # the engine's own backward, or an inner one of a reentrant checkpoint
-            return
-        driver.begin_backward()
-        phase.task = task
-        phase.has_own_backward = phase.pass_name == "idle"
-        end = partial(self._end_backward)  # only autograd keeps it, until it calls it or an exception ends the backward
-        self._ending = weakref.ref(end)
-        torch.autograd.Variable._execution_engine.queue_callback(end)
-        self._arrivals.begin_own_backward()
-
-    def _end_backward(self) -> None:
-        """End the user's own `loss.backward()`: release its units, and finish the transfers of its gradients."""
-        self._pager.end_pass()
-        self._arrivals.end_own_backward()
-        self._movers.gradients.show()
-        self._stop_following()  # last: if this was not reached, the next call drops the step
-
-    def _stop_following(self) -> None:
-        self._ending = None
-        self._phase.has_own_backward = False
-        self._pager.driver.end_backward()
-
-    def _backward_has_failed(self) -> bool:
-        """Return whether an exception ended the user's last own `loss.backward()`. Call it between the engine's
-        calls."""
-        if self._ending is None or self._ending() is None:
-            return self._ending is not None
-        return torch._C._current_graph_task_id() == -1 and self._pager.driver.other() is None
-
-    # -- failures --------------------------------------------------------------------------------------------------
-
-    def _end_failed(self, error: BaseException) -> None:
-        """Drop the step after `error` has ended a call. Latch the engine if the update has begun. If an Exception has
-        ended a forward, only end its uses of units, and keep the gradients."""
-        if self._phase.now is Phase.FORWARD and isinstance(error, Exception):
-            self.abort(keeps_gradients=True)
-            return
-        if self._phase.now is Phase.UPDATE:
-            self.latch("step() has failed after its update had begun")
-        self.drop()
-
-    def drop(self) -> None:
-        """Drop the step after a failed call, and ignore errors of transfers. Any other error latches the engine."""
-        try:
-            self.abort()
-        except TieredZeroError:
-            pass  # a transfer failed; its gradient is dropped
-        except Exception as error:
-            self.latch(f"a step could not be dropped ({type(error).__name__}: {error})")
-        except BaseException:
-            self._pager.driver.was_broken_off = True  # the next call drops the step once more
-            raise
-
-    def abort(self, *, keeps_gradients: bool = False) -> None:
-        """Drop the step: wait for transfers, evict units, drop gradients. Raises the error of a gradient's transfer.
-        `keeps_gradients`: whether to keep the step with its gradients, and only end the uses of units: after a failed
-        forward."""
-        movers = self._movers
-        self._phase.has_own_backward = False
-        if not keeps_gradients:
-            movers.policy.drop(movers.drain)  # also drops updates begun in backward and state read ahead
-            self._stop_following()
-        movers.pager.abort()
-        if keeps_gradients:
-            movers.gradients.show()
-            return
-        if movers.activations is not None:
-            movers.activations.abort()
-        self._meter.clear()
-        if self._before_step is not None:
-            counts, overflow = self._before_step
-            self._counts.restore(counts)
-            self._overflow.restore(overflow)
-            self._before_step = None
-        self._counts.drop()
-        try:
-            self.drop_gradients()
-        finally:
-            self._arrivals.abort()
-            movers.gradients.abort()
-            if movers.reducer is not None:
-                movers.reducer.abort()
-            movers.reclaim()
-            movers.pager.driver.was_broken_off = False
-
-    def drop_gradients(self, are_taken: bool = False) -> None:
-        """Drop the step's gradients. `are_taken`: whether the update has taken them; then only those are dropped that
-        came later."""
-        gradients = self._movers.gradients
-        self._arrivals.reset()
-        gradients.hide()
-        gradients.set_hidden()
-        if are_taken and not gradients.has_gradients:
-            gradients.take_unstored()
-        else:
-            gradients.discard()
-
-    # -- the end of the run ----------------------------------------------------------------------------------------
-
-    def latch(self, why: str) -> None:
-        """Make every later call raise EngineFailedError with the reason `why`."""
-        if self._movers.policy.failures.error is None:
-            self._movers.policy.latch(why)
-
-    def latch_ranks(self, what: str, error: BaseException) -> None:
-        """With many ranks, latch the engine after the call `what` has raised `error` on this rank: the other ranks are
-        in other collectives."""
-        if self._ranks.world_size > 1 and self._movers.policy.failures.error is None:
-            self.latch(f"{what} raised {type(error).__name__}, which ends the run on all ranks")
-            self._movers.drain()
-
-    def fail_ranks(self, error: BaseException | None) -> None:
-        """End the run on all ranks, after a forward or `loss.backward()` past the engine has failed on this one. Do
-        nothing if such calls run no collectives. `error`: None if the program has caught it."""
-        name, reducer = self._phase.now.value, self._movers.reducer
-        if reducer is None or not (reducer.shards_params or reducer.is_open):
-            return
-        text = _CAUGHT if error is None else f"{type(error).__name__}: {error}"
-        # the other ranks would wait in a collective that this rank never calls
-        self._ranks.fail(f"its {name} past the engine was ended by {text}")
-        if self._movers.policy.failures.error is None:
-            self.latch(f"a {name} past the engine was ended by {text}, which ends the run on all ranks")
-            self._movers.drain()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,18 +15,20 @@ from torch import nn
 
 from tiered_zero.concurrency.interrupts import hold_interrupts
 from tiered_zero.config.schema import Config
-from tiered_zero.engine.entry import Entrance, Movers, StepCounts
-from tiered_zero.errors import ModelError, NonFiniteError
+from tiered_zero.engine.entry import Movers, StepCounts
+from tiered_zero.errors import ModelError, TieredZeroError
 from tiered_zero.grads.arrivals import GradientArrivals
 from tiered_zero.grads.check import GradCheck, OverflowGuard, check_gradients
 from tiered_zero.hardware.device.accelerator import runs_outside_modes
 from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.request import UpdateChoice
 from tiered_zero.telemetry.report import StepMeter
-from tiered_zero.unit.driver import CallPhase, Phase
+from tiered_zero.unit.driver import BACKWARD, CallPhase, Phase
 from tiered_zero.update.handle import TieredOptimizer, creates_state
 
 logger = logging.getLogger("tiered_zero")
+
+_CAUGHT = "an exception that its program has caught"
 
 NO_OPTIMIZER = (
     'This engine evaluates: initialize() was given no optimizer, and the config has no section "optimizer". Add one of '
@@ -36,7 +40,8 @@ class TrainStep:
     """Runs the parts of one engine's steps in order, and holds no reference to the engine.
 
     Module hooks, parameters and the engine call it, on the driver thread, or on autograd's thread while the driver
-    waits in backward.
+    waits in backward. If a forward fails, it ends that forward's uses of units. If another call fails, it drops the
+    step, and latches the engine if the update has begun.
     """
 
     def __init__(
@@ -44,7 +49,9 @@ class TrainStep:
     ) -> None:
         self.pager, self.parameters = movers.pager, movers.parameters
         self.gradients = movers.gradients
-        self.policy, self.runtime, self._drain_lanes = movers.policy, movers.runtime, movers.drain
+        self.policy, self.runtime = movers.policy, movers.runtime
+        self._ranks = movers.runtime.collectives
+        self._drain, self._reclaim = movers.drain, movers.reclaim
         self._reducer = reducer = movers.reducer
         self._marks_uses = reducer is not None and reducer.reduces_in_backward and not reducer.shards_params
         self.phase: CallPhase = movers.pager.phase
@@ -58,7 +65,6 @@ class TrainStep:
         self.arrivals = GradientArrivals(
             self.gradients, num_micro_batches, scales_loss, self.unit_grads_complete, self._reducer
         )
-        self.entrance = Entrance(movers, self.counts, overflow, self.arrivals, self.meter)
         self._groups = movers.groups
         self._activations = movers.activations
         self._trains = trains
@@ -71,6 +77,8 @@ class TrainStep:
         """Whether KeyboardInterrupt is held back, because a backward has begun updates whose step has not ended."""
         self._handled = 0
         """The id of the exception that the program was handling when it called a module directly."""
+        self._ending: weakref.ref[Callable[[], None]] | None = None
+        """The callback that autograd calls at the end of a `loss.backward()` of the user, while it exists."""
 
     # -- module hooks, on the driver thread or in a recomputation in backward ------------------------------------------
 
@@ -86,7 +94,7 @@ class TrainStep:
             self.recover()
         is_direct = not self.pager.frames and self.pager.is_called_directly()
         if not is_direct and not self.pager.frames:  # a recomputation
-            self.entrance.notice_backward()
+            self.notice_backward()
         if is_direct:
             self.pager.driver.process.check()
             self.pager.driver.check("A module's forward")
@@ -114,7 +122,7 @@ class TrainStep:
             error = sys.exc_info()[1]
             if error is not None and id(error) != self._handled:
                 self.phase.now = Phase.FORWARD
-                self.entrance.fail_ranks(error)
+                self._fail_ranks(error)
                 self.phase.now = Phase.IDLE
 
     @runs_outside_modes
@@ -125,7 +133,7 @@ class TrainStep:
             raise ModelError(NO_OPTIMIZER)
         if torch._C._current_graph_task_id() != self.phase.task:
             try:
-                self.entrance.notice_backward()
+                self.notice_backward()
             except ModelError:  # another thread is inside the engine
                 self.arrivals.refuse(param)
                 raise
@@ -142,7 +150,7 @@ class TrainStep:
         """Make every update visible, before `gathered`, a state_dict or a copy reads weights."""
         self.pager.driver.process.check()
         if not self.pager.is_running() and self.phase.now is Phase.IDLE:
-            self.entrance.recover()
+            self.recover()
         self.policy.finish()
         self.runtime.accelerator.check_compute()
 
@@ -152,7 +160,8 @@ class TrainStep:
 
     def latch(self, why: str) -> None:
         """Make every later call raise EngineFailedError with the reason `why`."""
-        self.entrance.latch(why)
+        if self.failures.error is None:
+            self.policy.latch(why)
 
     def pre_state_dict(self, module: nn.Module, *, checks: bool) -> None:
         """Make every update visible, and keep copies of parameters until the state_dict ends. `checks`: refuse a model
@@ -161,10 +170,6 @@ class TrainStep:
             self.parameters.check()
         self.pager.num_uses += 1
         self.pager.copies.start(self.before_weights_read, module.parameters())  # one copy for all names of a parameter
-
-    def notice_backward(self) -> None:
-        """Begin to follow a `loss.backward()` of the user, before it fetches a parameter."""
-        self.entrance.notice_backward()
 
     def before_use(self, unit: Unit, pass_name: str) -> None:
         """Record that a forward or backward (`pass_name`) is about to gather `unit`. In backward, also reduce
@@ -178,10 +183,45 @@ class TrainStep:
 
     # -- the engine's calls --------------------------------------------------------------------------------------------
 
+    def check_outside(self, call: str, may_recompute: bool = False) -> None:
+        """Raise ModelError if a forward, backward or step() is running: a hook or a signal handler has then made this
+        call. `call`: its name in the message. `may_recompute`: whether a forward inside of a user's `loss.backward()`
+        is allowed."""
+        if running := self._running(may_recompute):
+            raise ModelError(
+                f"{call} was called inside of a {running}, by a hook or a signal's handler, where weights and state "
+                "are half of one step and half of the next. Call it after step() has returned: a hook or handler sets "
+                "a flag for it, as tiered_zero.stop_on_signals() does."
+            )
+
+    def _running(self, may_recompute: bool) -> str:
+        """Return which call is running: "forward", "backward", "step", or "" for none. `may_recompute`: whether to
+        ignore a `loss.backward()` of the user."""
+        now = self.phase.now
+        if torch._C._current_graph_task_id() != -1 and not (may_recompute and now is Phase.IDLE):
+            return "backward"
+        if now is not Phase.IDLE:
+            return now.value if now in (Phase.FORWARD, Phase.BACKWARD) else "step"
+        return "forward" if self.pager.direct is not None and self.pager.runs_directly() else ""
+
     def recover(self) -> None:
-        """Drop a step that a failed or interrupted call has left unfinished."""
-        if not self.is_closed:
-            self.entrance.recover()
+        """Drop an unfinished step. An interrupt leaves one, and so does a failed forward or `loss.backward()` past the
+        engine. Each call begins with this. Raises ModelError if a forked child process has to drop a step."""
+        if self.is_closed:
+            return
+        pager = self.pager
+        is_backward = self._backward_has_failed()
+        is_forward = bool(pager.frames) or (pager.direct is not None and not pager.runs_directly())
+        was_broken_off = pager.driver.was_broken_off or (pager.copies.call and pager.copies.was_broken_off())
+        if self.phase.now is Phase.IDLE and (is_backward or is_forward or was_broken_off):
+            pager.driver.process.check()
+            self.phase.now = Phase.BACKWARD if is_backward else Phase.FORWARD
+            try:
+                if is_backward or is_forward:
+                    self._fail_ranks(None)
+                self._drop()
+            finally:
+                self.phase.now = Phase.IDLE
 
     def check(self, trains: bool = False) -> None:
         """Drop an unfinished step, then check that a call may begin. `trains`: whether the call is part of training.
@@ -189,7 +229,7 @@ class TrainStep:
         it has no optimizer or if its param groups hold other parameters than at the start."""
         if self.is_closed:
             raise ModelError("This engine is closed; its tiers are gone. Make another with tiered_zero.initialize().")
-        self.entrance.recover()
+        self.recover()
         try:
             self.policy.check()
             if trains:
@@ -294,12 +334,12 @@ class TrainStep:
             self.counts.check_managed(self.arrivals.num_own_backwards)
         if self.counts.is_boundary():
             self.parameters.check()
-        with hold_interrupts(), self.entrance.call(Phase.STEP):
-            self.entrance.begin_step()
-            self.counts.was_applied = False
+        with hold_interrupts(), self._call(Phase.STEP):
             boundary = self.counts.begin_step(self.pager.num_uses)
             self.arrivals.num_own_backwards = 0
-            if boundary:
+            if not boundary:
+                self.counts.end_step()
+            else:
                 lr = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
                 lr = None if lr is None else float(lr)  # before the scheduler sets the next step's
                 with self.runtime.recorder.span("compute", "step"):
@@ -341,7 +381,7 @@ class TrainStep:
                 return ranks.exchange(data, "a message of the program")
             except BaseException as error:
                 ranks.fail(f"{type(error).__name__}: {error}")
-                self.entrance.latch_ranks("exchange", error)
+                self._latch_ranks("exchange", error)
                 raise
 
     def flush(self) -> None:
@@ -349,17 +389,39 @@ class TrainStep:
         with self.failures.surfacing():
             self.policy.finish()
 
-    def abort(self) -> None:
-        """Drop the step: wait for transfers, evict units, drop gradients. Raises the error of a gradient's transfer."""
+    def abort_step(self) -> None:
+        """Drop the step, as `abort` does, for a user."""
         self.recover()
         if not self.is_closed:
-            self.entrance.abort()
+            self.abort()
+
+    @contextmanager
+    def _call(self, phase: Phase) -> Iterator[None]:
+        """Run the block as one call in `phase`. If the block raises, drop the step (after an Exception in a forward,
+        only end its uses of units), and latch the engine if the run cannot go on. Then raise the block's error, or an
+        earlier one that no call has raised yet."""
+        try:
+            self.phase.now = phase
+            yield
+        except GeneratorExit:
+            raise  # an interrupt came before the block was entered; the generator is discarded
+        except BaseException as error:
+            try:
+                self._ranks.fail(f"{type(error).__name__}: {error}")
+                self._end_failed(error)
+                self._latch_ranks(phase.value, error)
+            finally:
+                self.phase.now = Phase.IDLE
+            if isinstance(error, Exception):
+                self.failures.surface(error)
+            raise
+        self.phase.now = Phase.IDLE
 
     @contextmanager
     def _pass(self, phase: Phase) -> Iterator[None]:
         """Run the block as a forward or backward (`phase`). Inside it, `param.grad` is autograd's own attribute;
         outside, `param.grad` reads and assigns the gradient at its home."""
-        with self.entrance.call(phase):
+        with self._call(phase):
             self.gradients.hide()
             with self.runtime.recorder.span("compute", phase.value):
                 yield
@@ -379,9 +441,9 @@ class TrainStep:
         self.policy.check_untouched("Gradients are dropped")
         if not self.zero_grad_drops:
             return
-        with self.entrance.call(Phase.DROP):
+        with self._call(Phase.DROP):
             if set_to_none:
-                self.entrance.drop_gradients()
+                self._drop_gradients()
                 self.gradients.reset_zero()
             else:
                 self.arrivals.reset()
@@ -398,30 +460,27 @@ class TrainStep:
             self._activations.end_step()
         self.gradients.collect_assigned()
         self.gradients.wait_transfers()
-        check = self.counts.grad_check = self._check_gradients(by_optimizer)
+        check = self._check_gradients(by_optimizer)
         if not self.gradients.has_gradients and not self._warned_of_no_gradient:
             self._warned_of_no_gradient = True
             logger.warning(
                 "step() without backward(): no parameter has a gradient, so this step changes no weight. It counts "
                 "as a step for the learning rate schedule; this is said once."
             )
-        self.counts.global_steps += 1
-        try:
-            is_applied = self.overflow.allows(check, self.counts.global_steps)
-        except NonFiniteError:
-            self.entrance.end_step()  # training ends here, and this step is counted
-            raise
-        if is_applied:
+        if self.overflow.allows(check):
             self.policy.prepare()
             self._update(optimizer, lr_scheduler, check)
         else:
+            self._count_step(check)
             self.policy.finish()  # makes the delayed update of an earlier step visible
             optimizer.overflow = True
-            self._end_step(are_taken=False)
+            self._drop_gradients()
 
-    def _end_step(self, are_taken: bool) -> None:
-        self.entrance.drop_gradients(are_taken)
-        self.entrance.end_step()
+    def _count_step(self, check: GradCheck) -> None:
+        """Count a step that is applied or skipped, and adapt the loss scale. A step that is dropped is not counted.
+        Raises NonFiniteError if training cannot go on."""
+        self.counts.end_step(check)
+        self.overflow.count(check, self.counts.global_steps)
 
     def _check_gradients(self, by_optimizer: bool) -> GradCheck:
         """Average gradients over ranks, and return their norm, clip factor and finiteness. `by_optimizer`: whether the
@@ -433,12 +492,13 @@ class TrainStep:
             device = self.runtime.accelerator.device
             return check_gradients(self.gradients.norms(), loss_scale, clipping, device)
         values = self._groups.values()
-        return self._reducer.check(counts.micro_steps, counts.global_steps, loss_scale, clipping, values)
+        return self._reducer.check(counts.next_micro_steps, counts.global_steps, loss_scale, clipping, values)
 
     def _update(self, optimizer: TieredOptimizer, lr_scheduler: Any, check: GradCheck) -> None:
         def apply() -> None:
             self.phase.now = Phase.UPDATE
             self.policy.apply(self.gradients.detach_step(), check.grad_scale)
+            self._count_step(check)
             self.counts.was_applied = True
 
         try:
@@ -449,17 +509,138 @@ class TrainStep:
             raise
         except Exception:
             if self.counts.was_applied:  # a hook or the scheduler has raised, after a complete update
-                self.entrance.end_step()
                 self.phase.now = Phase.IDLE
             raise
-        self._end_step(are_taken=True)
+        self._drop_gradients(are_taken=True)
+
+    # -- a backward past the engine ------------------------------------------------------------------------------------
+
+    def notice_backward(self) -> None:
+        """Begin to follow a `loss.backward()` of the user. Called before a parameter is fetched and when a gradient
+        arrives. Raises ModelError while another thread is inside the engine."""
+        phase, driver, task = self.phase, self.pager.driver, torch._C._current_graph_task_id()
+        if task == -1:
+            if phase.has_own_backward and driver.other() is None:
+                phase.has_own_backward = False  # an exception has ended it; the next call drops the step
+                self.pager.end_pass()
+            return
+        if task == phase.task:
+            return
+        driver.check(BACKWARD)
+        if phase.now is Phase.BACKWARD or (self._ending is not None and self._ending() is not None):
+            phase.task = task  # the engine's own backward, or an inner one of a reentrant checkpoint
+            return
+        driver.begin_backward()
+        phase.task = task
+        phase.has_own_backward = phase.pass_name == "idle"
+        end = partial(self._end_backward)  # only autograd keeps it, until it calls it or an exception ends the backward
+        self._ending = weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        self.arrivals.begin_own_backward()
+
+    def _end_backward(self) -> None:
+        """End the user's own `loss.backward()`: release its units, and finish the transfers of its gradients."""
+        self.pager.end_pass()
+        self.arrivals.end_own_backward()
+        self.gradients.show()
+        self._stop_following()  # last: if this was not reached, the next call drops the step
+
+    def _stop_following(self) -> None:
+        self._ending = None
+        self.phase.has_own_backward = False
+        self.pager.driver.end_backward()
+
+    def _backward_has_failed(self) -> bool:
+        """Return whether an exception ended the user's last own `loss.backward()`. Call it between the engine's
+        calls."""
+        if self._ending is None or self._ending() is None:
+            return self._ending is not None
+        return torch._C._current_graph_task_id() == -1 and self.pager.driver.other() is None
+
+    # -- failures ------------------------------------------------------------------------------------------------------
+
+    def _end_failed(self, error: BaseException) -> None:
+        """Drop the step after `error` has ended a call. Latch the engine if the update has begun. If an Exception has
+        ended a forward, only end its uses of units, and keep the gradients."""
+        if self.phase.now is Phase.FORWARD and isinstance(error, Exception):
+            self.phase.has_own_backward = False
+            self.pager.abort()
+            self.gradients.show()
+            return
+        if self.phase.now is Phase.UPDATE:
+            self.latch("step() has failed after its update had begun")
+        self._drop()
+
+    def _drop(self) -> None:
+        """Drop the step after a failed call, and ignore errors of transfers. Any other error latches the engine."""
+        try:
+            self.abort()
+        except TieredZeroError:
+            pass  # a transfer failed; its gradient is dropped
+        except Exception as error:
+            self.latch(f"a step could not be dropped ({type(error).__name__}: {error})")
+        except BaseException:
+            self.pager.driver.was_broken_off = True  # the next call drops the step once more
+            raise
+
+    def abort(self) -> None:
+        """Drop the step: wait for transfers, evict units, drop gradients. Raises the error of a gradient's transfer."""
+        self.phase.has_own_backward = False
+        self.policy.drop(self._drain)  # also drops updates begun in backward and state read ahead
+        self._stop_following()
+        self.pager.abort()
+        if self._activations is not None:
+            self._activations.abort()
+        self.meter.clear()
+        self.counts.drop()
+        try:
+            self._drop_gradients()
+        finally:
+            self.arrivals.abort()
+            self.gradients.abort()
+            if self._reducer is not None:
+                self._reducer.abort()
+            self._reclaim()
+            self.pager.driver.was_broken_off = False
+
+    def _drop_gradients(self, are_taken: bool = False) -> None:
+        """Drop the step's gradients. `are_taken`: whether the update has taken them; then only those are dropped that
+        came later."""
+        gradients = self.gradients
+        self.arrivals.reset()
+        gradients.hide()
+        gradients.set_hidden()
+        if are_taken and not gradients.has_gradients:
+            gradients.take_unstored()
+        else:
+            gradients.discard()
+
+    def _latch_ranks(self, what: str, error: BaseException) -> None:
+        """With many ranks, latch the engine after the call `what` has raised `error` on this rank: the other ranks are
+        in other collectives."""
+        if self._ranks.world_size > 1 and self.failures.error is None:
+            self.latch(f"{what} raised {type(error).__name__}, which ends the run on all ranks")
+            self._drain()
+
+    def _fail_ranks(self, error: BaseException | None) -> None:
+        """End the run on all ranks, after a forward or `loss.backward()` past the engine has failed on this one. Do
+        nothing if such calls run no collectives. `error`: None if the program has caught it."""
+        name, reducer = self.phase.now.value, self._reducer
+        if reducer is None or not (reducer.shards_params or reducer.is_open):
+            return
+        text = _CAUGHT if error is None else f"{type(error).__name__}: {error}"
+        # the other ranks would wait in a collective that this rank never calls
+        self._ranks.fail(f"its {name} past the engine was ended by {text}")
+        if self.failures.error is None:
+            self.latch(f"a {name} past the engine was ended by {text}, which ends the run on all ranks")
+            self._drain()
 
     # -- the first acts of shutdown ------------------------------------------------------------------------------------
 
     def end_eager_update(self) -> None:
         """Cancel an update that began in backward and still waits for its step()."""
         if self.policy.is_open:
-            self.policy.drop(self._drain_lanes)
+            self.policy.drop(self._drain)
 
     def finish_update(self) -> None:
         """Finish the last update; log its error, if it fails, instead of raising."""

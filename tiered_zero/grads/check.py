@@ -211,19 +211,23 @@ class OverflowGuard:
         if self.scaler is not None and scaler_state is not None:
             self.scaler.load_state_dict(scaler_state)
 
-    def allows(self, check: GradCheck, step: int) -> bool:
-        """Count the step, adapt the loss scale, and return whether to apply the step. Raises NonFiniteError if training
-        cannot go on; the step is counted all the same."""
+    def allows(self, check: GradCheck) -> bool:
+        """Return whether to apply the step whose gradients `check` has checked."""
+        return check.finite or not self._checks
+
+    def count(self, check: GradCheck, step: int) -> None:
+        """Count a step that is applied or skipped, and adapt the loss scale. Raises NonFiniteError if training cannot
+        go on; the step is counted all the same."""
         counts = self.counts
         in_a_row = 0 if check.finite else counts.nonfinite_in_a_row + 1
         warns = in_a_row & (in_a_row - 1) == 0  # warn at 1, 2, 4, ... in a row
-        if check.finite or not self._checks:
+        if self.allows(check):
             if not check.finite and warns:
                 logger.warning("step %d: the gradient of %s is not finite", step, check.first_bad)
             self.counts = replace(counts, nonfinite_in_a_row=in_a_row, skipped_in_a_row=0)
             if self.scaler is not None:
                 self.scaler.update(False)
-            return True
+            return
         skipped_in_a_row = counts.skipped_in_a_row + 1
         self.counts = OverflowCounts(
             skipped=counts.skipped + 1, skipped_in_a_row=skipped_in_a_row, nonfinite_in_a_row=in_a_row
@@ -245,4 +249,3 @@ class OverflowGuard:
                 f"{skipped_in_a_row} steps in a row had gradients that are not finite, first in {check.first_bad}. "
                 "Weights are as they were before them. Lower the learning rate, look at the data, or use bf16 for fp16."
             )
-        return False

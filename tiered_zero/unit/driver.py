@@ -35,7 +35,7 @@ class Phase(Enum):
 
 @final
 class CallPhase:
-    """The phase of the engine's call. `TrainStep` and `Entrance` set the fields. Driver thread, or autograd's threads
+    """The phase of the engine's call. `TrainStep` sets the fields. Driver thread, or autograd's threads
     while the driver waits in backward."""
 
     def __init__(self) -> None:
