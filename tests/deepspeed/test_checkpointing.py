@@ -16,8 +16,8 @@ from torch.nn.functional import dropout
 import tiered_zero as deepspeed
 from tests.support.trainers import Plain, assert_same_bits, follow, tiered
 from tiered_zero.deepspeed import checkpointing
-from tiered_zero.deepspeed.checkpointing import checkpoint, get_cuda_rng_tracker, non_reentrant_checkpoint
-from tiered_zero.errors import ConfigError, ModelError
+from tiered_zero.deepspeed.checkpointing import checkpoint, non_reentrant_checkpoint
+from tiered_zero.errors import ConfigError, MissingNameError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -25,8 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(autouse=True)
 def _unconfigured() -> Iterator[None]:
     yield
-    checkpointing._Namespace.settings = None
-    get_cuda_rng_tracker().reset()
+    checkpointing._Settings.is_configured = checkpointing._Settings.checkpoint_in_cpu = False
 
 
 def test_names_and_arguments_are_deepspeeds() -> None:
@@ -48,7 +47,7 @@ def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class Split(nn.Module):
-    """Blocks that draw from both generators. `run`: calls each."""
+    """Blocks that draw random numbers. `run`: calls each."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         super().__init__()
@@ -58,8 +57,7 @@ class Split(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         def block(x: Tensor, layer: nn.Module) -> list[Tensor]:
-            with get_cuda_rng_tracker().fork():
-                x = dropout(x, 0.3)
+            x = dropout(x, 0.3)
             return [dropout(layer(x).tanh(), 0.3), x]
 
         for layer in self.blocks:
@@ -69,7 +67,7 @@ class Split(nn.Module):
 
 
 def train(trainer: Any) -> list[Any]:
-    deepspeed.checkpointing.model_parallel_cuda_manual_seed(5)
+    torch.manual_seed(5)
     seen = []
     for number in range(2):
         x = torch.randn(8, 16, generator=torch.Generator().manual_seed(number)).requires_grad_()
@@ -108,8 +106,7 @@ def test_configure_reads_a_config_and_arguments_go_before_it(tmp_path: Path, cap
     assert not deepspeed.checkpointing.is_configured()
     for config in (json.loads(path.read_text()), str(path)):
         deepspeed.checkpointing.configure(None, config, profile=True, synchronize=True)
-        settings = checkpointing._Namespace.settings
-        assert settings is not None and settings.checkpoint_in_cpu
+        assert checkpointing._Settings.checkpoint_in_cpu
     assert deepspeed.checkpointing.is_configured()
     assert any("partition_activations has no effect" in line for line in caplog.messages)
     deepspeed.checkpointing.configure(None, deepspeed.load_config(path))
@@ -141,24 +138,7 @@ def test_configure_refuses_what_it_would_pass_over(section: Any, expected: str) 
     deepspeed.checkpointing.configure(None, {"activation_checkpointing": {"_note": 1, "cpu_checkpointing": "auto"}})
 
 
-def test_split_modules_draw_apart_on_each_rank() -> None:
-    class Parallel:
-        def __init__(self, rank: int) -> None:
-            self.rank = rank
-
-        def get_model_parallel_rank(self) -> int:
-            return self.rank
-
-    drawn = []
-    for rank in (0, 1):
-        deepspeed.checkpointing.configure(Parallel(rank))
-        deepspeed.checkpointing.model_parallel_cuda_manual_seed(3)
-        with get_cuda_rng_tracker().fork():
-            split = torch.rand(1).item()
-        drawn.append((torch.rand(1).item(), split))
-    assert drawn[0][0] == drawn[1][0]
-    assert drawn[0][1] != drawn[1][1]
-    with pytest.raises(ModelError, match="no state yet"):
-        get_cuda_rng_tracker().add("model-parallel-rng", 7)
-    with pytest.raises(ModelError, match="found 'other'"), get_cuda_rng_tracker().fork("other"):
-        raise AssertionError("no block runs")
+@pytest.mark.parametrize("name", ["get_cuda_rng_tracker", "model_parallel_cuda_manual_seed"])
+def test_names_for_models_that_are_split_over_ranks_are_refused(name: str) -> None:
+    with pytest.raises(MissingNameError, match=rf"deepspeed\.checkpointing\.{name} .* does not split a model"):
+        getattr(checkpointing, name)(3)

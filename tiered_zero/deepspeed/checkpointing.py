@@ -10,16 +10,16 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch.autograd.graph import save_on_cpu
+from torch.utils import checkpoint as torch_checkpoint
 
-from tiered_zero.activations.checkpointing import RandomStates, run_checkpointed, seed_generators
 from tiered_zero.config.load import load, read_json
 from tiered_zero.config.schema import ActivationCheckpointingSection, Config
 from tiered_zero.config.section import switch
+from tiered_zero.deepspeed.missing import refuse_other_names
 from tiered_zero.errors import ConfigError
 from tiered_zero.unit.saved_views import moves_saved_tensors
 
@@ -28,9 +28,7 @@ logger = logging.getLogger("tiered_zero")
 __all__ = [
     "checkpoint",
     "configure",
-    "get_cuda_rng_tracker",
     "is_configured",
-    "model_parallel_cuda_manual_seed",
     "non_reentrant_checkpoint",
     "partition_activations_in_checkpoint",
     "reset",
@@ -38,21 +36,14 @@ __all__ = [
 ]
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
+__getattr__ = refuse_other_names("checkpointing")
+
+
 class _Settings:
-    """The arguments of `configure` that have an effect. `mpu`: DeepSpeed's object for model parallelism, or None."""
+    """The settings of this process, from `configure`."""
 
-    mpu: Any = None
-    checkpoint_in_cpu: bool = False
-
-
-@final
-class _Namespace:
-    """Holds the settings of this process, from `configure`, and its named random states."""
-
-    settings: _Settings | None = None
-    states = RandomStates()
+    is_configured = False
+    checkpoint_in_cpu = False
 
 
 def configure(
@@ -68,17 +59,13 @@ def configure(
     """Set how `checkpoint` runs in this process. Raises ConfigError.
 
     `deepspeed_config`: a dict, the path of a JSON file, or the config of an engine. `checkpoint_in_cpu`: keep saved
-    inputs in host memory, unless an engine moves them; None: as the config says. `mpu_`: gives the rank for
-    `model_parallel_cuda_manual_seed`. `partition_activations` only logs a warning. The remaining arguments do
-    nothing.
+    inputs in host memory, unless an engine moves them; None: as the config says. `partition_activations` only logs a
+    warning. The remaining arguments do nothing.
     """
     section, is_partitioned = _read(deepspeed_config)
     partition_activations_in_checkpoint(is_partitioned if partition_activations is None else partition_activations)
-    before = _Namespace.settings.mpu if _Namespace.settings is not None else None
-    _Namespace.settings = _Settings(
-        mpu=before if mpu_ is None else mpu_,
-        checkpoint_in_cpu=section.cpu_checkpointing if checkpoint_in_cpu is None else checkpoint_in_cpu,
-    )
+    _Settings.is_configured = True
+    _Settings.checkpoint_in_cpu = section.cpu_checkpointing if checkpoint_in_cpu is None else checkpoint_in_cpu
 
 
 def _read(config: Any) -> tuple[ActivationCheckpointingSection, bool]:
@@ -101,7 +88,7 @@ def _read(config: Any) -> tuple[ActivationCheckpointingSection, bool]:
 
 def is_configured() -> bool:
     """Return whether `configure` was called."""
-    return _Namespace.settings is not None
+    return _Settings.is_configured
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -121,14 +108,18 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _run(function: Callable[..., Any], args: tuple[Any, ...], *, reentrant: bool) -> Any:
-    with _saving(_Namespace.settings or _Settings()):
-        outputs = run_checkpointed(function, args, _Namespace.states, reentrant=reentrant)
+    def run(*values: Any) -> Any:
+        outputs = function(*values)
+        return tuple(outputs) if isinstance(outputs, list) else outputs
+
+    with _saving():
+        outputs = torch_checkpoint.checkpoint(run, *args, use_reentrant=reentrant)
     return outputs[0] if isinstance(outputs, tuple) and len(outputs) == 1 else outputs
 
 
-def _saving(settings: _Settings) -> AbstractContextManager[Any]:
-    """Return a context that saves inputs in host memory, if `settings` ask for this and no engine moves them."""
-    in_cpu = settings.checkpoint_in_cpu and torch.is_grad_enabled() and not moves_saved_tensors()
+def _saving() -> AbstractContextManager[Any]:
+    """Return a context that saves inputs in host memory, if `configure` asks for this and no engine moves them."""
+    in_cpu = _Settings.checkpoint_in_cpu and torch.is_grad_enabled() and not moves_saved_tensors()
     return save_on_cpu() if in_cpu else nullcontext()
 
 
@@ -147,17 +138,3 @@ def set_num_layers(nlayers: int) -> None:
 
 def reset() -> None:
     """Do nothing: inputs that a checkpoint has saved are freed with the autograd graph, also without a backward."""
-
-
-def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seed the device's generator with `seed`, and the random state of split modules with another seed for each rank of
-    `configure`'s `mpu_`."""
-    mpu = _Namespace.settings.mpu if _Namespace.settings is not None else None
-    names = ("get_tensor_model_parallel_rank", "get_model_parallel_rank")
-    rank = next((getattr(mpu, name)() for name in names if hasattr(mpu, name)), 0)
-    seed_generators(_Namespace.states, seed, rank)
-
-
-def get_cuda_rng_tracker() -> RandomStates:
-    """Return the named random states of this process. Checkpoints restore them before they recompute."""
-    return _Namespace.states

@@ -14,6 +14,8 @@ _NUMBERS = "engine.step_report, engine.memory_report() and tiered_zero.report ha
 _TORCH_OPTIMIZER = "name the optimizer in the config, or pass any of torch's to initialize()"
 MISSING = {
     "autotuning": "tiered-zero plan shows the bytes of a config, tiered-zero bench io the rates of a disk",
+    "checkpointing.get_cuda_rng_tracker": _ONE_RANK,
+    "checkpointing.model_parallel_cuda_manual_seed": _ONE_RANK,
     "comm": "take torch.distributed's",
     "compression": "compress the model before or after training",
     "default_inference_config": _EVALUATE,
