@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ from torch import nn
 from tests.support.json_files import read_body, with_body
 from tiered_zero.errors import ModelError, StoreError
 from tiered_zero.optim import OffloadedOptimizer, state_files
-from tiered_zero.optim.state_files import describe, rebuild
+from tiered_zero.optim.state_files import StateFiles, write_state
 
 FORMAT = "tiered_zero.optimizer_state"
 NAME = "optimizer.safetensors"
@@ -112,12 +111,14 @@ def test_what_is_not_of_one_save_is_refused(
     [
         {"state": []},
         {"state": None},
-        {"state": [["dict", [[["value", "step"], ["tensor", "float32", []]]] * 9]] * 6},
-        {"state": [["dict", [5]]] * 6},
-        {"groups": ["list", []]},
-        {"groups": ["tensor", "float32", []]},
-        {"digests": {"0/0": "0" * 16}},
-        {"digests": {}},
+        {"state": [{"$dict": [5]}] * 6},
+        {"state": [[]] * 6},
+        {"groups": []},
+        {"groups": ["lr"]},
+        {"groups": {"$tensor": ["float32", [], ""]}},
+        {"tensors": {"0/step": "0" * 16}},
+        {"tensors": {"step": "0" * 16}},
+        {"tensors": {}},
         {"more": 1},
     ],
     ids=str,
@@ -134,23 +135,26 @@ def test_an_index_that_no_save_makes_is_refused(
     refused(tmp_path, optimizer)
 
 
-def test_nested_state_comes_back_as_it_was() -> None:
-    state: dict[Any, Any] = {
+def test_nested_state_comes_back_as_it_was(tmp_path: Path) -> None:
+    param = nn.Parameter(torch.ones(2))
+    groups = [{"params": [param], "lr": torch.tensor(0.5), "betas": (0.9, 0.99)}]
+    state: dict[str, Any] = {
         "step": torch.tensor(3.0),
         "history": [torch.arange(4), (1, 2.5, None), {"inner": torch.ones(2, 0, dtype=torch.bfloat16), 7: True}],
         "rate": math.nan,
         "name": "x",
     }
-    tensors: list[torch.Tensor] = []
-    text = json.dumps(describe(state, tensors))
-    left = iter(tensors)
-    found = rebuild(json.loads(text), lambda dtype, shape: next(left).clone())
-    assert list(found) == list(state) and math.isnan(found["rate"]) and found["name"] == "x"
+    write_state(tmp_path, {param: state}, groups)
+    with StateFiles(tmp_path, groups) as files:
+        found = files[param]
+        assert files.groups[0].keys() == groups[0].keys() and files.groups[0]["lr"] == 0.5
+        assert files.groups[0]["betas"] == (0.9, 0.99)
+    assert found.keys() == state.keys() and found["step"] == 3 and math.isnan(found["rate"]) and found["name"] == "x"
     assert torch.equal(found["history"][0], torch.arange(4)) and found["history"][1] == (1, 2.5, None)
     inner = found["history"][2]
     assert list(inner) == ["inner", 7] and inner["inner"].shape == (2, 0) and inner["inner"].dtype is torch.bfloat16
-    with pytest.raises(ModelError, match="found set"):
-        describe({"x": {1}}, [])
+    with pytest.raises(ModelError, match="type set"):
+        write_state(tmp_path, {param: {"x": {1}}}, groups)
 
 
 def test_a_state_dict_that_stands_for_files_is_read_before_the_next_step(

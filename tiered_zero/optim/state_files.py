@@ -4,6 +4,7 @@ The last tensor is an index with the checksums of the others: if bytes have chan
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -13,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tiered_zero.checkpoint.driver import from_json, to_json
 from tiered_zero.checkpoint.weights import WeightTensor, weight_files, write_weights
-from tiered_zero.errors import CorruptionError, ModelError, StoreError
+from tiered_zero.errors import CorruptionError, StoreError
 from tiered_zero.record.files import JsonFile
 from tiered_zero.record.manifest import digest
 from tiered_zero.unit.weights import open_safetensors
@@ -28,37 +30,38 @@ STAND_IN = "state_files"
 
 
 class _Index(JsonFile):
-    """What the index holds, as JSON. `groups`, `state`: from `describe`. `sizes`: the number of parameters in each
-    group. `digests`: the name of a tensor -> its checksum, 16 hexadecimal digits."""
+    """What the index holds, as JSON. `groups`: the option values of each group, from `to_json`. `sizes`: the number of
+    parameters in each group. `state`: for each parameter its values that are no tensors, from `to_json`. `tensors`: the
+    name of a tensor -> its `_text`. A name is the parameter's number, "/" and the name of the value."""
 
     format_name = "tiered_zero.optimizer_state"
 
     groups: list[Any]
     sizes: list[int]
     state: list[Any]
-    digests: dict[str, str]
+    tensors: dict[str, str]
 
 
 def write_state(
     directory: Path, states: Mapping[nn.Parameter, ParamState], groups: Sequence[Mapping[str, Any]]
 ) -> list[Path]:
     """Write the state of all parameters of `groups` to safetensors files, and return their paths. `states`: reads one
-    parameter's state at each access. Raises StoreError."""
-    group_tensors: list[Tensor] = []
+    parameter's state at each access. Raises StoreError, and ModelError for a value that cannot be saved."""
     values = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-    described_groups = describe(values, group_tensors)
-    digests: dict[str, str] = {}
+    options = to_json(values, "param_groups")
     sizes = [len(group["params"]) for group in groups]
-    found = [_hashed(f"groups/{n}", tensor, tensor.detach, digests) for n, tensor in enumerate(group_tensors)]
-    described_states = []
+    others: list[Any] = []
+    texts: dict[str, str] = {}
+    found: list[WeightTensor] = []
     for number, param in enumerate(param for group in groups for param in group["params"]):
-        tensors: list[Tensor] = []
-        described_states.append(describe(dict(states[param]), tensors))
-        for place, tensor in enumerate(tensors):
-            found.append(_hashed(f"{number}/{place}", tensor, partial(_read, states, param, place), digests))
+        state = states[param]
+        tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+        others.append(to_json({key: state[key] for key in state if key not in tensors}, f"state {number}"))
+        for key, tensor in tensors.items():
+            found.append(_hashed(f"{number}/{key}", tensor, partial(_read, states, param, key), texts))
 
     def read_index() -> list[Tensor]:
-        index = _Index(groups=described_groups, sizes=sizes, state=described_states, digests=digests)
+        index = _Index(groups=options, sizes=sizes, state=others, tensors=texts)
         return [torch.frombuffer(bytearray(index.encode()), dtype=torch.uint8)]
 
     shape = tuple(read_index()[0].shape)  # the final shape: every checksum has 16 digits
@@ -66,28 +69,32 @@ def write_state(
     return write_weights(directory, found, file_name=f"{_STEM}.safetensors")
 
 
-def _hashed(name: str, tensor: Tensor, read: Callable[[], Tensor], digests: dict[str, str]) -> WeightTensor:
-    """Return a WeightTensor that adds its checksum to `digests` when it is written. `tensor`: gives dtype and shape.
+def _read(states: Mapping[nn.Parameter, ParamState], param: nn.Parameter, key: str) -> Tensor:
+    tensor: Tensor = states[param][key]
+    return tensor
+
+
+def _hashed(name: str, tensor: Tensor, read: Callable[[], Tensor], texts: dict[str, str]) -> WeightTensor:
+    """Return a WeightTensor that adds its `_text` to `texts` when it is written. `tensor`: gives dtype and shape.
     `read`: returns the values."""
 
     def read_and_hash() -> list[Tensor]:
         value = read()
-        digests[name] = _digest(value)
+        texts[name] = _text(value, _digest(value))
         return [value]
 
-    digests[name] = f"{0:016x}"
+    texts[name] = _text(tensor, 0)
     return WeightTensor(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), read=read_and_hash)
 
 
-def _digest(tensor: Tensor) -> str:
+def _text(tensor: Tensor, checksum: int) -> str:
+    """Describe a tensor by its dtype, shape and checksum."""
+    return f"{tensor.dtype} {list(tensor.shape)} with checksum {checksum:016x}"
+
+
+def _digest(tensor: Tensor) -> int:
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return f"{digest(raw.numpy().data if raw.numel() else b''):016x}"
-
-
-def _read(states: Mapping[nn.Parameter, ParamState], param: nn.Parameter, place: int) -> Tensor:
-    tensors: list[Tensor] = []
-    describe(dict(states[param]), tensors)
-    return tensors[place]
+    return digest(raw.numpy().data if raw.numel() else b"")
 
 
 class StateFiles(Mapping[nn.Parameter, ParamState]):
@@ -138,26 +145,31 @@ class StateFiles(Mapping[nn.Parameter, ParamState]):
                 f"{directory} was expected to hold state of param groups of {sizes} parameters, as this optimizer has; "
                 f"found {index.sizes}. Build the optimizer over the same parameters in the same groups."
             )
-        self._digests = index.digests
-        if missing := sorted(self._digests.keys() - self._files.keys()):
+        self._texts = index.tensors
+        if self._texts.keys() != self._files.keys() - {_INDEX}:
+            different = len(self._texts.keys() ^ (self._files.keys() - {_INDEX}))
             raise StoreError(
-                f"{directory} was expected to hold all files of one optimizer.save_state(); {len(missing)} tensors are "
-                f"not in {path.name} or the files next to it. Copy all of them to one directory."
+                f"{directory} was expected to hold all files of one optimizer.save_state(), and no others; {different} "
+                f"tensors are only in {path.name}'s index, or only in the files. Copy all of them to one directory."
             )
-        self._states = index.state
+        self._names: dict[str, list[str]] = defaultdict(list)
+        """The number of a parameter -> the names of its values that are tensors."""
+        for name in self._texts:
+            number, _, key = name.partition("/")
+            self._names[number].append(key)
+        self._others = index.state
         self._number = {id(param): n for n, param in enumerate(p for group in groups for p in group["params"])}
-        values = _rebuild(index.groups, "groups", self._tensor)
-        for number, described in enumerate(self._states):
-            _rebuild(described, str(number), self._stand_in)
-        if len(self._states) != len(self._number) or len(values) != len(groups):
-            raise ValueError(f"its index has {len(self._states)} parameters in {len(values)} groups")
+        values, others = from_json(index.groups), from_json(index.state)
+        are_dicts = all(type(value) is dict for value in (*values, *others))
+        if not are_dicts or len(others) != len(self._number) or len(values) != len(groups):
+            raise ValueError(f"its index has {len(others)} parameters in {len(values)} groups")
         self.groups = [{**own, "params": group["params"]} for own, group in zip(values, groups, strict=True)]
         """The param groups: the parameters of `groups`, with the option values from the files."""
 
     def __getitem__(self, param: nn.Parameter) -> ParamState:
         number = self._number[id(param)]
-        state: ParamState = _rebuild(self._states[number], str(number), self._tensor)
-        return state
+        tensors = {key: self._tensor(f"{number}/{key}") for key in self._names[str(number)]}
+        return {**from_json(self._others[number]), **tensors}
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         for group in self.groups:
@@ -166,20 +178,14 @@ class StateFiles(Mapping[nn.Parameter, ParamState]):
     def __len__(self) -> int:
         return len(self._number)
 
-    def _stand_in(self, name: str, *_: Any) -> Tensor:
-        """Return a placeholder for the tensor `name`, which is read later. Raises KeyError if no file has it."""
-        return torch.zeros(len(self._digests[name]), device="meta")
-
-    def _tensor(self, name: str, dtype: str, shape: Sequence[int]) -> Tensor:
-        """Read the tensor `name`, and compare it with `dtype`, `shape` and its checksum. Raises CorruptionError."""
+    def _tensor(self, name: str) -> Tensor:
+        """Read the tensor `name`, and compare it with its `_text` in the index. Raises CorruptionError."""
         path, file = self._files[name]
         tensor: Tensor = file.get_tensor(name)
-        found = str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _digest(tensor)
-        if found != (dtype, shape, self._digests[name]):
+        if (found := _text(tensor, _digest(tensor))) != self._texts[name]:
             raise CorruptionError(
                 f"{path}: the bytes of tensor {name} are not those written by optimizer.save_state(): expected "
-                f"{dtype} {shape} with checksum {self._digests[name]}; found {found[0]} {found[1]} with {found[2]}. "
-                "Nothing was loaded. Load another save, and look at the disk."
+                f"{self._texts[name]}; found {found}. Nothing was loaded. Load another save, and look at the disk."
             )
         return tensor
 
@@ -188,45 +194,3 @@ class StateFiles(Mapping[nn.Parameter, ParamState]):
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
-
-
-def _rebuild(described: Any, prefix: str, read: Callable[[str, str, Sequence[int]], Tensor]) -> Any:
-    """Rebuild a value from `described`, a result of `describe`. `read`: reads a tensor by name, dtype and
-    shape. Names are `prefix`/0, `prefix`/1 and so on."""
-    num_read = 0
-
-    def read_next(dtype: str, shape: Sequence[int]) -> Tensor:
-        nonlocal num_read
-        num_read += 1
-        return read(f"{prefix}/{num_read - 1}", dtype, shape)
-
-    return rebuild(described, read_next)
-
-
-def describe(value: Any, tensors: list[Tensor]) -> list[Any]:
-    """Return a description of a value that JSON can hold, and append the value's tensors, in order, to `tensors`."""
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return ["tensor", str(value.dtype).removeprefix("torch."), list(value.shape)]
-    if type(value) in (list, tuple):
-        return [type(value).__name__, [describe(item, tensors) for item in value]]
-    if isinstance(value, Mapping):
-        return ["dict", [[describe(name, tensors), describe(item, tensors)] for name, item in value.items()]]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return ["value", value]
-    raise ModelError(
-        f"The state of a parameter was expected to be tensors, numbers, text, and lists and dicts of these; found "
-        f"{type(value).__name__}. Save optimizer.state_dict() instead."
-    )
-
-
-def rebuild(described: Sequence[Any], read: Callable[[str, Sequence[int]], Tensor]) -> Any:
-    kind, *rest = described
-    if kind == "tensor":
-        return read(*rest)
-    if kind == "value":
-        return rest[0]
-    if kind == "dict":
-        return {rebuild(name, read): rebuild(item, read) for name, item in rest[0]}
-    items = [rebuild(item, read) for item in rest[0]]
-    return tuple(items) if kind == "tuple" else items
