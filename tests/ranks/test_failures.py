@@ -364,7 +364,7 @@ def initialize(path: str, change: str) -> str:
         ("config", SAME + "gradient_clipping; found 0.0 on rank 0, 2.0 on rank 1."),
         ("format", SAME + 'tiered_zero.state_format; found "fp32" on rank 0, "lossy_bf16_moments" on rank 1.'),
         ("delay", SAME + "tiered_zero.delay_start_step; found 0 on rank 0, 5 on rank 1."),
-        ("room", "PlanError: Rank 0: The plan needs "),
+        ("room", "PlanError: The plan needs "),
         ("data", "ModelError: training_data: expected a dataset with an index, which is split over 2 ranks"),
     ],
 )

@@ -28,19 +28,18 @@ from tiered_zero.data import TrainingLoader
 from tiered_zero.engine.engine import Engine
 from tiered_zero.engine.entry import EngineParts, ModelParameters, Movers
 from tiered_zero.engine.train_step import TrainStep
-from tiered_zero.errors import ConfigError, PlanError, add_note
+from tiered_zero.errors import ConfigError, add_note
 from tiered_zero.grads.check import OverflowGuard
 from tiered_zero.grads.gradient import InFlightGradients, UnitGradients
 from tiered_zero.grads.reduce import GradientReducer, Reduction
 from tiered_zero.grads.store import GradientStore
 from tiered_zero.hardware.memory.host_memory import trim_malloc
-from tiered_zero.hardware.ranks.collectives import Collectives
+from tiered_zero.hardware.ranks.collectives import Collectives, agree
 from tiered_zero.hardware.runtime import Runtime, build_accelerator
 from tiered_zero.layout.buckets import Bucket, cut_buckets
 from tiered_zero.layout.flat import Unit
 from tiered_zero.native.norms import GradNorm
 from tiered_zero.native.update import num_kernel_threads
-from tiered_zero.plan.planner import Plan
 from tiered_zero.plan.request import PlanRequest
 from tiered_zero.rules.lr import build_scheduler
 from tiered_zero.rules.native_rules import open_kernel
@@ -77,7 +76,7 @@ def build(
     """Allocate what the plan says, make the engine, and move every parameter to its home. If this raises, everything is
     freed; the model is unchanged, or a note of the error says to build it anew. `loader`: checkpoints save its
     position."""
-    _check_plan(run_spec.plan, collectives)
+    agree(collectives, "the limits of the plan", run_spec.plan.check)
     check_async(run_spec.config, run_spec.plan)
     source = find_source(run_spec, collectives)
     for line in source.found.lines if source.found is not None else ():
@@ -127,7 +126,6 @@ def build(
             config=run_spec.config,
             plan=run_spec.plan,
             optimizer=handle,
-            lr_scheduler=scheduler,
             observers=observers,
             checkpoints=checkpoints,
         )
@@ -159,21 +157,6 @@ def build(
         if handle is not None:
             own_state.clear()  # the optimizer has it again when the engine ends
     return engine
-
-
-def _check_plan(plan: Plan, ranks: Collectives) -> None:
-    """Raise PlanError on every rank if the plan of any rank needs more than a tier has."""
-    if ranks.world_size == 1:
-        plan.check()
-        return
-    own = ""
-    try:
-        plan.check()
-    except PlanError as error:
-        own = str(error)
-    for rank, text in enumerate(ranks.exchange(own.encode(), "the limits of the plan")):
-        if text:
-            raise PlanError(f"Rank {rank}: {text.decode()}")
 
 
 def _announce(run_spec: RunSpec, warnings: Sequence[str], collectives: Collectives) -> None:

@@ -17,7 +17,7 @@ from tiered_zero.assembly.choice import Choice, choose_placement
 from tiered_zero.config.schema import Config
 from tiered_zero.errors import ModelError, RankError
 from tiered_zero.hardware.probe import available_device_nbytes, available_host_nbytes
-from tiered_zero.hardware.ranks.collectives import Collectives
+from tiered_zero.hardware.ranks.collectives import Collectives, agree
 from tiered_zero.hardware.ranks.launcher import local_world_size
 from tiered_zero.hardware.runtime import find_device, shares_cores
 from tiered_zero.layout.flat import CUT_NUMEL, ParamSpec, Unit, UnitRules, find_units
@@ -327,23 +327,19 @@ Exchange = Callable[[bytes, str], list[bytes]]
 
 def compare_facts(facts: Mapping[str, Any], exchange: Exchange) -> None:
     """Raise RankError on every rank if `facts` (name -> a JSON value) differ between ranks. Every rank calls this."""
-    # hashes first: values are exchanged only where these differ
-    texts = {what: json.dumps(value, sort_keys=True).encode() for what, value in facts.items()}
-    digests = {what: hashlib.sha256(text).hexdigest()[:16] for what, text in texts.items()}
-    found = [json.loads(message) for message in exchange(json.dumps(digests).encode(), "the plan")]
-    for what in dict.fromkeys(what for theirs in found for what in theirs):
-        others = [rank for rank, theirs in enumerate(found) if theirs.get(what) != found[0].get(what)]
-        if not others:
-            continue
-        own = json.dumps(facts.get(what)).encode()
-        values = [json.loads(message) for message in exchange(own, f"the {what} of each rank")]
-        path, first, other = _first_difference(values[0], values[others[0]])
-        where = "".join(f"{each} of " for each in reversed(path)).removesuffix(" of ")
-        raise RankError(
-            f"All ranks must have the same {what}; found {where}{' ' if where else ''}{_text(first)} on "
-            f"rank 0, {_text(other)} on rank {others[0]}. Build the model, the optimizer and the config in the same "
-            "way on all of them."
-        )
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()
+    if len(set(exchange(digest, "the plan"))) == 1:  # the values of a large model are long
+        return
+    found = [json.loads(message) for message in exchange(json.dumps(facts).encode(), "the plan of each rank")]
+    for rank, theirs in enumerate(found):
+        if theirs != found[0]:
+            (what, *inner), first, other = _first_difference(found[0], theirs)
+            where = "".join(f"{each} of " for each in reversed(inner)).removesuffix(" of ")
+            raise RankError(
+                f"All ranks must have the same {what}; found {where}{' ' if where else ''}{_text(first)} on "
+                f"rank 0, {_text(other)} on rank {rank}. Build the model, the optimizer and the config in the same "
+                "way on all of them."
+            )
 
 
 def _first_difference(first: Any, other: Any, path: Sequence[str] = ()) -> tuple[Sequence[str], Any, Any]:
@@ -366,8 +362,8 @@ def _with_common_window(plan: Plan, ranks: Collectives) -> Plan:
     if not plan.request.shards_params:
         return plan
     own = plan.pager_limits  # the order of gathers depends on it, and must be equal on all ranks
-    found = ranks.exchange(f"{own.live_nbytes} {own.most_live_nbytes}".encode(), "room for parameters")
-    live, most_live = (min(map(int, values)) for values in zip(*(each.split() for each in found), strict=True))
+    found = agree(ranks, "room for parameters", lambda: [own.live_nbytes, own.most_live_nbytes])
+    live, most_live = map(min, zip(*found, strict=True))
     return replace(plan, pager_limits=replace(own, live_nbytes=live, most_live_nbytes=most_live))
 
 
@@ -455,9 +451,10 @@ def _limits(config: Config, model: nn.Module, machine: PlannedMachine, ranks: Co
     if machine.ranks > 1:
         nbytes, source = nbytes // machine.ranks, f"{source} for {machine.ranks} ranks"
     elif ranks.world_size > 1:
-        shares = ranks.exchange(str(nbytes // local_world_size()).encode(), "free host memory")
         # ranks of one host share its memory; every rank plans with the smallest share
-        nbytes, source = min(map(int, shares)), "each rank's part of what its machine and cgroup have free"
+        share = nbytes // local_world_size()
+        nbytes = min(agree(ranks, "free host memory", lambda: share))
+        source = "each rank's part of what its machine and cgroup have free"
     return limits | limit_of("host", nbytes, source, given_nbytes)
 
 

@@ -16,7 +16,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
@@ -66,7 +66,7 @@ class Checkpoints:
         self._state = state
         self._policy = policy
         self._weights = weights
-        self._driver = driver
+        self.driver = driver
         self._written_by = dict(written_by)
         self._convert = settings.convert
         self._ranks = state.runtime.collectives
@@ -101,7 +101,7 @@ class Checkpoints:
             if not self._is_async:
                 with self._policy.failures.surfacing():
                     self._policy.finish()
-            driver = self._driver.capture(client_state)
+            driver = self.driver.capture(client_state)
             captured.append(
                 Capture.take(
                     self._state,
@@ -148,10 +148,6 @@ class Checkpoints:
         with tag:
             shares = agree(self._ranks, f"{SAVE}: the files", write, encode=Share.model_dump_json, decode=decode)
             agree(self._ranks, f"{SAVE}: the manifest", lambda: capture.publish(tag, shares) if is_first else None)
-
-    def set_scheduler(self, scheduler: Any) -> None:
-        """Save and restore the state of `scheduler` from now on; None: save no scheduler's state."""
-        self._driver = replace(self._driver, lr_scheduler=scheduler)
 
     def wait(self) -> None:
         """Wait for the asynchronous save under way, if there is one. If it failed, raise its error, once."""
@@ -224,17 +220,17 @@ class Checkpoints:
             raise
 
     def _read(self, reader: TensorReader, matched: Matched, driver: dict[str, Any], parts: LoadParts) -> None:
-        self._driver.restore_optimizer(driver, parts)
+        self.driver.restore_optimizer(driver, parts)
         with torch.no_grad():
             StateLoader(self._state, reader, matched).load()
-        self._driver.restore(driver, parts)
+        self.driver.restore(driver, parts)
 
     def _check(self, manifest: TagManifest, parts: LoadParts, strict: bool = True) -> tuple[Matched, dict[str, Any]]:
         """Check that everything in a checkpoint except the values fits this run. Return the keys to load, and the state
         for `DriverState.restore`."""
-        with_state = parts.optimizer_states and not parts.module_only and self._driver.optimizer is not None
+        with_state = parts.optimizer_states and not parts.module_only and self.driver.optimizer is not None
         matched = match(self._state, manifest, strict=strict, with_state=with_state, convert=self._convert)
-        driver = self._driver.check(manifest.driver, parts, self._ranks)
+        driver = self.driver.check(manifest.driver, parts, self._ranks)
         for line in differences(vars(manifest.written_by), self._written_by) if with_state else ():
             logger.warning("%s", line)
         return matched, driver
@@ -256,8 +252,8 @@ class Checkpoints:
                 if layout.subgroup.index in adoption.initialized:
                     view.scalars.replace(layout, matched.scalars(layout))
             self._commits.copies.restore_buffers()
-            self._driver.restore_optimizer(driver)
-            self.resumed = adoption.found.path, self._driver.restore(driver)
+            self.driver.restore_optimizer(driver)
+            self.resumed = adoption.found.path, self.driver.restore(driver)
 
         agree(self._ranks, f"{_LOAD}: its values", restore)
         self._weights.end_update()

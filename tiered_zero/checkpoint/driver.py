@@ -137,7 +137,7 @@ EVERYTHING: Final = LoadParts()
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class DriverState:
     """Saves and restores a run's driver state, which the objects in these fields hold. Called on the driver thread,
     between two steps. `optimizer`: None if the run evaluates. `loader`: the loader of `training_data`."""

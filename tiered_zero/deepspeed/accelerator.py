@@ -24,8 +24,8 @@ def get_accelerator() -> CurrentAccelerator:
 
 @final
 class CurrentAccelerator:
-    """DeepSpeed's object for the device on which torch computes. Other names, such as Stream, are looked up in torch's
-    module for the device."""
+    """DeepSpeed's object for the device on which torch computes. Other names, such as synchronize, are looked up in
+    torch's module for the device."""
 
     def __init__(self) -> None:
         self._type = find_device("auto").type
@@ -51,20 +51,11 @@ class CurrentAccelerator:
         """Return the name of the current device: "cpu" or "cuda:0"."""
         return self.device_name(self.current_device())
 
-    def is_available(self) -> bool:
-        """Return True: there is a CPU at least."""
-        return True
-
     def communication_backend_name(self) -> str:
         """Return torch.distributed's backend for the device; gloo for a CPU, or if torch has none for the device."""
         with suppress(ConfigError):
             return HOST_BACKEND if self._type == "cpu" else device_backend(torch.device(self._type))
         return HOST_BACKEND
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        """Wait for the device's work; a CPU has none to wait for. `device_index`: None: the current device."""
-        if self._type != "cpu":
-            self._module.synchronize(device_index)
 
     def empty_cache(self) -> None:
         """Give cached memory back to the device; a CPU caches none."""

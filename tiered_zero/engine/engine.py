@@ -7,7 +7,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -114,7 +114,7 @@ class Engine(DeepSpeedNames):
         the update if gradients are not finite. `by_optimizer`: whether `optimizer.step()` calls this; then gradients
         are clipped only if the config sets gradient_clipping."""
         run, step = self._run, self._step
-        if step.step(self.optimizer, run.lr_scheduler, by_optimizer) and (report := step.meter.report) is not None:
+        if step.step(self.optimizer, self.lr_scheduler, by_optimizer) and (report := step.meter.report) is not None:
             for observer in run.observers:
                 observer(report)
 
@@ -134,14 +134,13 @@ class Engine(DeepSpeedNames):
     def lr_scheduler(self) -> Any:
         """The learning rate scheduler that `step()` steps, or None. Assign it between two steps only. A trainer that
         steps the scheduler itself assigns None."""
-        return self._run.lr_scheduler
+        return self._run.checkpoints.driver.lr_scheduler
 
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: Any) -> None:
         if scheduler is not None:
             self.optimizer.check_scheduler(scheduler)
-        self._run = replace(self._run, lr_scheduler=scheduler)
-        self._run.checkpoints.set_scheduler(scheduler)
+        self._run.checkpoints.driver.lr_scheduler = scheduler
 
     @property
     def config(self) -> Config:

@@ -58,7 +58,6 @@ class EngineParts:
     config: Config
     plan: Plan
     optimizer: TieredOptimizer | None
-    lr_scheduler: Any
     observers: Sequence[Callable[[StepReport], None]]
     checkpoints: Checkpoints
 
@@ -89,8 +88,7 @@ def on_one_thread(method: _Method[_Engine, _Arguments, _Result]) -> _Method[_Eng
             raise
         finally:
             driver.leave()
-            if step.holds_interrupts:
-                step.end_hold()  # raises a KeyboardInterrupt that was held back
+            step.end_hold()  # raises a KeyboardInterrupt that was held back
 
     return entered
 
@@ -102,58 +100,38 @@ class ModelParameters:
     def __init__(self, model: nn.Module, trains: bool) -> None:
         self.model = model
         self._trains = trains
-        named = dict(model.named_parameters())
-        self._names = list(named)
-        self._own = self._seen = list(map(id, named.values()))
-        """The identities of the parameters, in the order of the model: `_own` when the run began, `_seen` at the last
-        check."""
-        self._params = list(named.values())  # kept alive, so that no new object gets their identity
-        self._frozen = {name: param for name, param in named.items() if not param.requires_grad}
+        self._params = list(model.parameters())  # kept alive, so that no new object gets their identity
+        self._names = {id(param): name for name, param in model.named_parameters()}
+        """The identity of each parameter -> its name, in the order of the model."""
+        self._trainable = {id(param) for param in self._params if param.requires_grad}
 
     def check(self) -> None:
-        """Raise ModelError if a parameter was replaced or removed. In a run that trains, also if a trainable one was
-        added or a frozen one was thawed."""
-        if (seen := list(map(id, self.model.parameters()))) != self._seen:
-            self._check_changed(seen)
-            self._seen = seen
-        if not (self._frozen and self._trains):
+        """Raise ModelError if a parameter was replaced or removed. In a run that trains, also if one requires a
+        gradient that did not when the run began."""
+        named = dict(self.model.named_parameters())
+        kept = [id(param) for param in named.values() if id(param) in self._names]
+        for place, (identity, name) in enumerate(self._names.items()):
+            if kept[place : place + 1] != [identity]:
+                raise ModelError(
+                    f"Parameter {name} is not the one that was handed to tiered_zero.initialize(): it, or a module "
+                    "around it, was replaced or removed, so that the engine would train and save an orphan. Put the "
+                    "former object back; write new values into it inside `with tiered_zero.gathered(param, "
+                    "modify=True):` or by load_state_dict() without assign=True; or make a new engine for a changed "
+                    "model."
+                )
+        if not self._trains:
             return
         with torch._C.DisableTorchFunctionSubclass():
-            thawed = next((name for name, param in self._frozen.items() if param.requires_grad), None)
-        if thawed is not None:
-            raise ModelError(
-                f"Parameter {thawed} requires a gradient, but was frozen when the run started: it has no optimizer "
-                "state, and would never be updated. Freeze parameters that shall wait after tiered_zero.initialize()."
+            new = next(
+                (n for n, param in named.items() if param.requires_grad and id(param) not in self._trainable), None
             )
-
-    def _check_changed(self, seen: list[int]) -> None:
-        """Raise ModelError if a parameter was replaced or removed; in a run that trains, also if a trainable one was
-        added. `seen`: the identities of the present parameters."""
-        own = set(self._own)
-        kept = [identity for identity in seen if identity in own]
-        if kept != self._own:
-            changed = next(at for at, identity in enumerate(self._own) if kept[at : at + 1] != [identity])
-            raise _replaced_error(self._names[changed])
-        for name, param in self.model.named_parameters():
-            if id(param) in own:
-                continue
-            if not param.requires_grad:
-                self._frozen[name] = param
-            elif self._trains:
-                raise ModelError(
-                    f"Parameter {name} was added to the model after tiered_zero.initialize(): it has no optimizer "
-                    "state, and would be neither updated nor saved. Add it before initialize(), set "
-                    "requires_grad=False for it, or keep its module outside of the model."
-                )
-
-
-def _replaced_error(name: str) -> ModelError:
-    return ModelError(
-        f"Parameter {name} is not the one that was handed to tiered_zero.initialize(): it, or a module around it, was "
-        "replaced or removed, so that the engine would train and save an orphan. Put the former object back; write new "
-        "values into it inside `with tiered_zero.gathered(param, modify=True):` or by load_state_dict() without "
-        "assign=True; or make a new engine for a changed model."
-    )
+        if new is not None:
+            raise ModelError(
+                f"Parameter {new} requires a gradient, but was frozen, or not in the model, when the run started: it "
+                "has no optimizer state, and would never be updated. Freeze parameters that shall wait after "
+                "tiered_zero.initialize(). Add others before it, set requires_grad=False for them, or keep their "
+                "module outside of the model."
+            )
 
 
 @final

@@ -73,8 +73,7 @@ class TrainStep:
         self._optimizer_in_backward = choice.optimizer_in_backward
         self._warned_of_no_gradient = False
         self._hold = ExitStack()
-        self.holds_interrupts = False
-        """Whether KeyboardInterrupt is held back, because a backward has begun updates whose step has not ended."""
+        """Holds KeyboardInterrupt back while a backward has begun updates whose step has not ended."""
         self._handled = 0
         """The id of the exception that the program was handling when it called a module directly."""
         self._ending: weakref.ref[Callable[[], None]] | None = None
@@ -305,7 +304,6 @@ class TrainStep:
                     self.policy.begin_backward()
                     if self.policy.is_open:
                         self._hold.enter_context(hold_interrupts())
-                        self.holds_interrupts = True
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             self.counts.end_backward(self.pager.num_uses)
 
@@ -313,7 +311,6 @@ class TrainStep:
         """Stop holding back KeyboardInterrupt, and raise one that was held back. Do nothing if an update begun in
         backward waits for its step()."""
         if self.is_closed or not self.policy.is_open:
-            self.holds_interrupts = False
             self._hold.close()
 
     def scaled(self, loss: torch.Tensor, by_steps: bool = True) -> torch.Tensor:
