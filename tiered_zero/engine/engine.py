@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from tiered_zero.checkpoint.driver import LoadParts
 from tiered_zero.checkpoint.weights import (
@@ -82,7 +83,8 @@ class Engine(DeepSpeedNames):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward and return its result. Parameters are fetched to the device as they are used."""
         fp16 = self._run.config.fp16
-        args = _halved(args) if fp16.enabled and fp16.auto_cast else args
+        if fp16.enabled and fp16.auto_cast:
+            args = tree_map_only(torch.Tensor, lambda value: value.half() if value.is_floating_point() else value, args)
         return self._step.forward(self._run.module, args, kwargs, _count_tokens(args, kwargs))
 
     @on_one_thread
@@ -470,17 +472,6 @@ def _count_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """Count the elements of `input_ids`, or of the first argument, if they are integers; else return 0."""
     ids = kwargs.get("input_ids", args[0] if args else None)
     return ids.numel() if isinstance(ids, torch.Tensor) and ids.dtype in (torch.int64, torch.int32) else 0
-
-
-def _halved(values: Any) -> Any:
-    """Cast floating point tensors in lists, tuples and dicts to float16, as DeepSpeed does for fp16.auto_cast."""
-    if isinstance(values, torch.Tensor):
-        return values.half() if values.is_floating_point() else values
-    if isinstance(values, tuple) and hasattr(values, "_fields"):  # a named tuple takes its fields one by one
-        return type(values)(*map(_halved, values))
-    if type(values) in (list, tuple):
-        return type(values)(map(_halved, values))
-    return {name: _halved(value) for name, value in values.items()} if type(values) is dict else values
 
 
 def _directory(call: str, given: object) -> Path:

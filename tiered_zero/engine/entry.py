@@ -75,19 +75,12 @@ def on_one_thread(method: _Method[_Engine, _Arguments, _Result]) -> _Method[_Eng
     @wraps(method)
     def entered(self: _Engine, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         step, call = self._step, f"engine.{method.__name__}()"
-        driver, records = step.pager.driver, torch.is_grad_enabled()
-        driver.enter(call)
         try:
-            if method.__name__ != "peek":  # it only reads
-                step.check_outside(call, may_recompute=method.__name__ == "forward")
-            return method(self, *args, **kwargs)
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                driver.was_broken_off = True
-                torch.set_grad_enabled(records)  # a torch.no_grad() may have been broken off as it ended
-            raise
+            with step.pager.driver.entered(call):
+                if method.__name__ != "peek":  # it only reads
+                    step.check_outside(call, may_recompute=method.__name__ == "forward")
+                return method(self, *args, **kwargs)
         finally:
-            driver.leave()
             step.end_hold()  # raises a KeyboardInterrupt that was held back
 
     return entered

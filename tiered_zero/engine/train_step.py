@@ -308,9 +308,9 @@ class TrainStep:
             self.counts.end_backward(self.pager.num_uses)
 
     def end_hold(self) -> None:
-        """Stop holding back KeyboardInterrupt, and raise one that was held back. Do nothing if an update begun in
-        backward waits for its step()."""
-        if self.is_closed or not self.policy.is_open:
+        """Stop holding back KeyboardInterrupt, and raise one that was held back. Do nothing while a call runs, or if an
+        update begun in backward waits for its step()."""
+        if self.is_closed or (self.phase.now is Phase.IDLE and not self.policy.is_open):
             self._hold.close()
 
     def scaled(self, loss: torch.Tensor, by_steps: bool = True) -> torch.Tensor:

@@ -77,12 +77,14 @@ class DriverThread:
     def entered(self, call: str) -> Iterator[None]:
         """Admit this thread for the length of the block, as `enter` does."""
         self.enter(call)
+        records = torch.is_grad_enabled()
         try:
             yield
         except (Exception, GeneratorExit):
             raise
         except BaseException:
             self.was_broken_off = True
+            torch.set_grad_enabled(records)  # a torch.no_grad() may have been broken off as it ended
             raise
         finally:
             self.leave()
