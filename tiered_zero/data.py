@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterator, Mapping, Sized
+from dataclasses import dataclass
 from typing import Any, cast, final
 
 import torch
@@ -45,28 +46,27 @@ class TrainingLoader(DataLoader[Any]):
             options["sampler"] = self._order
         elif shuffle:
             raise TypeError("TrainingLoader cannot shuffle an IterableDataset; shuffle inside the dataset")
-        self._num_passes = 0
-        """The number of passes that are over. The pass under way has this number too: passes are counted from 0."""
+        self._place = _Place(number=0)
         self._current: weakref.ref[_Pass] | None = None
-        self._resumed: Mapping[str, Any] | None = None
-        """The saved state from which the next `iter()` continues; None: the next `iter()` begins a new pass."""
+        """The iterator that moves `_place`; None: the next `iter()` continues from there."""
         super().__init__(dataset, batch_size, **options)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # DataLoader's own iterator cannot count
-        self._end_current()
-        saved, self._resumed = self._resumed, None
-        if saved is None:
-            begun = _Pass(self, self._num_passes, torch.get_rng_state())
+        if self._current is not None:
+            self._end_pass()
+        place = self._place
+        begun = _Pass(self, place)
+        if place.random_state is None:
+            random_state = torch.get_rng_state()  # before the line below draws seeds
             begun.batches = super().__iter__()
+            place.random_state = random_state
         else:
-            begun = _Pass(self, self._num_passes, saved["random_state"], saved["num_batches"], saved["num_samples"])
             with kept_random_states():
-                torch.set_rng_state(begun.random_state)  # workers get the seeds that they had in this pass
-                self._seek(begun)
+                torch.set_rng_state(place.random_state)  # workers get the seeds that they had in this pass
                 begun.batches = super().__iter__()
-                if self._order is None and begun.num_batches:
-                    logger.warning("training_data is read again up to batch %d, for it has no index", begun.num_batches)
-                    for _, _batch in zip(range(begun.num_batches), begun.batches, strict=False):
+                if self._order is None and place.num_batches:
+                    logger.warning("training_data is read again up to batch %d, for it has no index", place.num_batches)
+                    for _, _batch in zip(range(place.num_batches), begun.batches, strict=False):
                         pass
         self._current = weakref.ref(begun)
         return begun
@@ -79,24 +79,18 @@ class TrainingLoader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this loader's position, and what decides the order of its samples, as plain values and one tensor."""
-        self._end_current(only_gone=True)
-        current = self._current() if self._current is not None else None
-        order = self._order
-        state: dict[str, Any] = {
-            "pass": self._num_passes,
-            "num_batches": 0,
-            "num_samples": 0,
-            "random_state": None,
+        if self._current is not None and self._current() is None:
+            self._end_pass()
+        place, order = self._place, self._order
+        return {
+            "pass": place.number,
+            "num_batches": place.num_batches,
+            "num_samples": place.num_samples,
+            "random_state": place.random_state.clone() if place.random_state is not None else None,
             "length": len(order) if order is not None else None,
             "shuffle": order is not None and order.shuffle,
             "seed": order.seed if order is not None else 0,
         }
-        if current is not None:
-            place = {"num_batches": current.num_batches, "num_samples": current.num_samples}
-            state |= {**place, "random_state": current.random_state.clone()}
-        elif self._resumed is not None:
-            state |= {name: self._resumed[name] for name in ("num_batches", "num_samples", "random_state")}
-        return state
 
     def check_state_dict(self, state: Any) -> None:
         """Raise StoreError if `state`, from a file, does not have the form that `state_dict()` returns."""
@@ -136,10 +130,14 @@ class TrainingLoader(DataLoader[Any]):
         self.check_state_dict(state)
         order = self._order
         self._current = None
-        self._num_passes = state["pass"]
-        self._resumed = state if state["random_state"] is not None else None
+        self._place = _Place(
+            number=state["pass"],
+            num_batches=state["num_batches"],
+            num_samples=state["num_samples"],
+            random_state=state["random_state"],
+        )
         if state["length"] != (length := len(order) if order is not None else None):
-            self._resumed = None
+            self._place = _Place(number=state["pass"])
             logger.warning(
                 "training_data has %s samples and had %s: pass %d over it begins anew",
                 "unknown many" if length is None else length,
@@ -154,66 +152,62 @@ class TrainingLoader(DataLoader[Any]):
             )
             order.shuffle, order.seed = state["shuffle"], state["seed"]
 
-    def _seek(self, begun: _Pass) -> None:
-        """Set the sampler to the position of the pass `begun`; the sampler's next iterator begins there."""
+    def _seek(self, place: _Place) -> None:
+        """Set the sampler to `place`; the sampler's next iterator begins there."""
         if self._order is not None:
-            self._order.number, self._order.start = begun.number, begun.num_samples
+            self._order.number, self._order.start = place.number, place.num_samples
 
-    def _take(self, taker: _Pass) -> None:
-        """Count one batch that the pass `taker` has given to its user."""
-        taker.num_batches += 1
+    def _take(self, place: _Place) -> None:
+        """Count one batch that a pass at `place` has given to its user."""
+        place.num_batches += 1
         if self._order is not None:
-            taker.num_samples = min(taker.num_samples + (self.batch_size or 1), len(self._order))
+            place.num_samples = min(place.num_samples + (self.batch_size or 1), len(self._order))
 
     def _end(self, ended: _Pass) -> None:
         if self._current is not None and self._current() is ended:
-            self._end_current()
+            self._end_pass()
 
-    def _end_current(self, only_gone: bool = False) -> None:
-        """End the pass under way, so that the next one gets the next number. `only_gone`: whether to do this only if
-        the iterator of the pass no longer exists."""
-        if self._current is not None and not (only_gone and self._current() is not None):
-            self._current = None
-            self._num_passes += 1
+    def _end_pass(self) -> None:
+        self._current = None
+        self._place = _Place(number=self._place.number + 1)
+
+
+@final
+@dataclass(kw_only=True)
+class _Place:
+    """A place in the data. `number`: the number of the pass, counted from 0. `num_batches`, `num_samples`: what the
+    user has taken of it. `random_state`: of torch's generator when the pass began; None: it has not begun."""
+
+    number: int
+    num_batches: int = 0
+    num_samples: int = 0
+    random_state: torch.Tensor | None = None
 
 
 @final
 class _Pass(Iterator[Any]):
-    """Iterates over the batches of one pass, and counts the batches and samples that the user takes."""
+    """Iterates over the batches of one pass, and counts those that the user takes in its place."""
 
     batches: Iterator[Any]
 
-    def __init__(
-        self,
-        loader: TrainingLoader,
-        number: int,
-        random_state: torch.Tensor,
-        num_batches: int = 0,
-        num_samples: int = 0,
-    ) -> None:
-        """`random_state`: of torch's generator at the pass's start. `num_batches`, `num_samples`: taken before a
-        resume."""
-        self._loader = loader
-        self.number = number
-        self.random_state = random_state
-        self.num_batches = num_batches
-        self.num_samples = num_samples
+    def __init__(self, loader: TrainingLoader, place: _Place) -> None:
+        self._loader, self._place = loader, place
         self._is_untouched = True
-        loader._seek(self)
+        loader._seek(place)
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __next__(self) -> Any:
         if self._is_untouched:  # torch asks the sampler now; with workers it has asked before
-            self._loader._seek(self)
+            self._loader._seek(self._place)
             self._is_untouched = False
         try:
             batch = next(self.batches)
         except StopIteration:
             self._loader._end(self)
             raise
-        self._loader._take(self)
+        self._loader._take(self._place)
         return batch
 
 
