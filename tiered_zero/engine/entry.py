@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, final
+from typing import Any, TypeVar, cast, final
 
 import torch
 from torch import nn
@@ -27,9 +27,6 @@ from tiered_zero.telemetry.report import StepReport
 from tiered_zero.unit.pager import Pager
 from tiered_zero.update.handle import ParamGroupWatch, TieredOptimizer
 from tiered_zero.update.policy import UpdatePolicy
-
-if TYPE_CHECKING:
-    from tiered_zero.engine.engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,18 +59,15 @@ class EngineParts:
     checkpoints: Checkpoints
 
 
-_Engine = TypeVar("_Engine", bound="Engine")
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
-_Method = Callable[Concatenate[_Engine, _Arguments], _Result]
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def on_one_thread(method: _Method[_Engine, _Arguments, _Result]) -> _Method[_Engine, _Arguments, _Result]:
+def on_one_thread(method: _Method) -> _Method:
     """Decorate a method of the engine to raise ModelError while another thread uses the engine, and inside of a
     forward, backward or step. See [Note: Interrupted calls]."""
 
     @wraps(method)
-    def entered(self: _Engine, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+    def entered(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         step, call = self._step, f"engine.{method.__name__}()"
         try:
             with step.pager.driver.entered(call):
@@ -83,7 +77,7 @@ def on_one_thread(method: _Method[_Engine, _Arguments, _Result]) -> _Method[_Eng
         finally:
             step.end_hold()  # raises a KeyboardInterrupt that was held back
 
-    return entered
+    return cast("_Method", entered)
 
 
 @final
