@@ -117,7 +117,7 @@ class OwnProcess:
 
     def check(self) -> None:
         """Raise `error` if this process is a forked child."""
-        if not self.is_current():
+        if os.getpid() != self._pid:
             raise self._error(
                 f"This {self._what} belongs to process {self._pid}; found a call in process {os.getpid()}, which was "
                 f"forked from it and has none of its threads. Use the {self._what} in the parent alone, or make "

@@ -436,7 +436,8 @@ def _make_observers(run_spec: RunSpec, runtime: Runtime, resources: Teardown) ->
         observers.append(StepLog(every, groups, config.wall_clock_breakdown))
     monitors = Monitors(config, groups)
     resources.add("monitors", monitors.close)
-    observers.append(monitors)
+    if monitors.writers:
+        observers.append(monitors)
     if settings.report is None and settings.trace is None:
         return observers
     planned: dict[str, dict[str, int]] = {}

@@ -75,7 +75,8 @@ def on_one_thread(method: _Method) -> _Method:
                     step.check_outside(call, may_recompute=method.__name__ == "forward")
                 return method(self, *args, **kwargs)
         finally:
-            step.end_hold()  # raises a KeyboardInterrupt that was held back
+            if step.hold is not None:
+                step.end_hold()  # raises a KeyboardInterrupt that was held back
 
     return cast("_Method", entered)
 

@@ -72,8 +72,8 @@ class TrainStep:
         self._is_clipping_asked = "gradient_clipping" in config.model_fields_set
         self._optimizer_in_backward = choice.optimizer_in_backward
         self._warned_of_no_gradient = False
-        self._hold = ExitStack()
-        """Holds KeyboardInterrupt back while a backward has begun updates whose step has not ended."""
+        self.hold: ExitStack | None = None
+        """Holds KeyboardInterrupt back from a backward that has begun updates until their step has ended."""
         self._handled = 0
         """The id of the exception that the program was handling when it called a module directly."""
         self._ending: weakref.ref[Callable[[], None]] | None = None
@@ -186,22 +186,19 @@ class TrainStep:
         """Raise ModelError if a forward, backward or step() is running: a hook or a signal handler has then made this
         call. `call`: its name in the message. `may_recompute`: whether a forward inside of a user's `loss.backward()`
         is allowed."""
-        if running := self._running(may_recompute):
+        now, running = self.phase.now, ""
+        if torch._C._current_graph_task_id() != -1 and not (may_recompute and now is Phase.IDLE):
+            running = "backward"
+        elif now is not Phase.IDLE:
+            running = now.value if now in (Phase.FORWARD, Phase.BACKWARD) else "step"
+        elif self.pager.direct is not None and self.pager.runs_directly():
+            running = "forward"
+        if running:
             raise ModelError(
                 f"{call} was called inside of a {running}, by a hook or a signal's handler, where weights and state "
                 "are half of one step and half of the next. Call it after step() has returned: a hook or handler sets "
                 "a flag for it, as tiered_zero.stop_on_signals() does."
             )
-
-    def _running(self, may_recompute: bool) -> str:
-        """Return which call is running: "forward", "backward", "step", or "" for none. `may_recompute`: whether to
-        ignore a `loss.backward()` of the user."""
-        now = self.phase.now
-        if torch._C._current_graph_task_id() != -1 and not (may_recompute and now is Phase.IDLE):
-            return "backward"
-        if now is not Phase.IDLE:
-            return now.value if now in (Phase.FORWARD, Phase.BACKWARD) else "step"
-        return "forward" if self.pager.direct is not None and self.pager.runs_directly() else ""
 
     def recover(self) -> None:
         """Drop an unfinished step. An interrupt leaves one, and so does a failed forward or `loss.backward()` past the
@@ -209,7 +206,10 @@ class TrainStep:
         if self.is_closed:
             return
         pager = self.pager
-        is_backward = self._backward_has_failed()
+        # an exception has ended a backward of the user, whose callback lives as long as its graph
+        is_backward = self._ending is not None and (
+            self._ending() is None or (torch._C._current_graph_task_id() == -1 and pager.driver.other() is None)
+        )
         is_forward = bool(pager.frames) or (pager.direct is not None and not pager.runs_directly())
         was_broken_off = pager.driver.was_broken_off or (pager.copies.call and pager.copies.was_broken_off())
         if self.phase.now is Phase.IDLE and (is_backward or is_forward or was_broken_off):
@@ -302,16 +302,19 @@ class TrainStep:
             with self.pager.saved_views.saving(), backward:
                 if step_follows and self.counts.global_steps:
                     self.policy.begin_backward()
-                    if self.policy.is_open:
-                        self._hold.enter_context(hold_interrupts())
+                    if self.policy.is_open and self.hold is None:
+                        self.hold = ExitStack()
+                        self.hold.enter_context(hold_interrupts())
                 scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             self.counts.end_backward(self.pager.num_uses)
 
     def end_hold(self) -> None:
         """Stop holding back KeyboardInterrupt, and raise one that was held back. Do nothing while a call runs, or if an
         update begun in backward waits for its step()."""
-        if self.is_closed or (self.phase.now is Phase.IDLE and not self.policy.is_open):
-            self._hold.close()
+        is_idle = self.phase.now is Phase.IDLE and not self.policy.is_open
+        if self.hold is not None and (self.is_closed or is_idle):
+            hold, self.hold = self.hold, None
+            hold.close()
 
     def scaled(self, loss: torch.Tensor, by_steps: bool = True) -> torch.Tensor:
         """Return the loss divided by the accumulation steps (if `by_steps`) and multiplied by the loss scale."""
@@ -546,13 +549,6 @@ class TrainStep:
         self._ending = None
         self.phase.has_own_backward = False
         self.pager.driver.end_backward()
-
-    def _backward_has_failed(self) -> bool:
-        """Return whether an exception ended the user's last own `loss.backward()`. Call it between the engine's
-        calls."""
-        if self._ending is None or self._ending() is None:
-            return self._ending is not None
-        return torch._C._current_graph_task_id() == -1 and self.pager.driver.other() is None
 
     # -- failures ------------------------------------------------------------------------------------------------------
 

@@ -74,12 +74,12 @@ class Monitors:
     def __init__(self, config: Config, groups: Sequence[Mapping[str, Any]]) -> None:
         self._groups, self._batch_size = groups, config.train_batch_size
         self._end = ExitStack()
-        self._writers: dict[str, Write] = {}
+        self.writers: dict[str, Write] = {}
         for section, open_writer in OPENERS.items():
             if not getattr(config, section).enabled:
                 continue
             try:
-                self._writers[section] = open_writer(getattr(config, section), self._end)
+                self.writers[section] = open_writer(getattr(config, section), self._end)
             except ImportError as error:
                 logger.warning("%s: nothing is written, for its package is missing (%s). Install it.", section, error)
             except Exception as error:
@@ -87,13 +87,13 @@ class Monitors:
                 raise ConfigError(f"{section}: expected to start; it raised {type(error).__name__}: {error}") from error
 
     def __call__(self, report: StepReport) -> None:
-        for section, write in list(self._writers.items()):
+        for section, write in list(self.writers.items()):
             try:
                 for name, value in self._numbers(report):
                     write(f"Train/Samples/{name}", float(value), report.step * self._batch_size)
             except Exception as error:
                 logger.warning("%s: it ends here, and training goes on: %s: %s", section, type(error).__name__, error)
-                del self._writers[section]
+                del self.writers[section]
 
     def _numbers(self, report: StepReport) -> Iterator[tuple[str, float]]:
         known = {"train_loss": report.loss, "loss_scale": report.loss_scale, "grad_norm": report.grad_norm}
