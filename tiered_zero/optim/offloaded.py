@@ -89,8 +89,7 @@ class OffloadedOptimizer(TierStateOptimizer):
         Optimizer.__init__(self, params, {})
         self._source = _plain(optimizer_class, self.param_groups, defaults)
         self.defaults = self._source.defaults
-        for group, values in zip(self.param_groups, self._source.param_groups, strict=True):
-            group.update({name: value for name, value in values.items() if name != "params"})
+        copy_options(self._source.param_groups, self.param_groups)
         self._process = OwnProcess("optimizer")
         self._step_start_s = time.perf_counter()
         self._awaited_key: str | None = None
@@ -163,8 +162,7 @@ class OffloadedOptimizer(TierStateOptimizer):
             return
         try:
             self._source.add_param_group(dict(self.param_groups[-1]))
-            values = self._source.param_groups[-1]
-            self.param_groups[-1].update({name: value for name, value in values.items() if name != "params"})
+            copy_options(self._source.param_groups[-1:], self.param_groups[-1:])
             self._open()
         except BaseException:
             del self.param_groups[before:], self._source.param_groups[before:]
@@ -318,6 +316,12 @@ class _MovedState(Mapping[nn.Parameter, ParamState]):
 
     def __len__(self) -> int:
         return len(self._view.stepped())
+
+
+def copy_options(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:
+    """Copy all option values of each source group, but not its parameters, to the target group of the same index."""
+    for values, group in zip(source, target, strict=True):
+        group.update({name: value for name, value in values.items() if name not in ("params", "param_names")})
 
 
 def _plain(kind: type[Optimizer], groups: list[dict[str, Any]], defaults: Mapping[str, Any]) -> Optimizer:

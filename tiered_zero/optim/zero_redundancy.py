@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from tiered_zero.errors import ConfigError, RankError
 from tiered_zero.hardware.ranks.shard_group import Join, Joinable, ShardGroup, StepHook
-from tiered_zero.optim.offloaded import OffloadedOptimizer
+from tiered_zero.optim.offloaded import OffloadedOptimizer, copy_options
 from tiered_zero.rules.torch_rule import on_cpu
 from tiered_zero.update.handle import creates_state
 
@@ -82,7 +82,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 self._ranks, lambda: OffloadedOptimizer(own, optimizer_class, offload, **defaults)
             )
         self.defaults = self.optim.defaults  # which schedulers read
-        _sync_groups(self.optim.param_groups, self.param_groups)
+        copy_options(self.optim.param_groups, self.param_groups)
         self.initialized = True
 
     @property
@@ -99,11 +99,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if closure is None and not kwargs and creates_state(self.param_groups, grads):
             # torch.distributed.checkpoint steps with an lr of 0 to create state, and only on ranks without state: so
             # this rank steps alone, without broadcasts. A rank without parameters has no state at any time.
-            _sync_groups(self.param_groups, self.optim.param_groups)
+            copy_options(self.param_groups, self.optim.param_groups)
             self.optim.step()
             return None
         Join.notify_join_context(self)  # this rank still has data
-        _sync_groups(self.param_groups, self.optim.param_groups)
+        copy_options(self.param_groups, self.optim.param_groups)
         given = kwargs if closure is None else {"closure": closure, **kwargs}
         broadcasts = _Broadcasts(self._ranks, [_messages_of(groups) for groups in self._parts])
         if isinstance(self.optim, OffloadedOptimizer):
@@ -111,7 +111,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         else:
             loss = self.optim.step(**given)
         broadcasts.finish()
-        _sync_groups(self.optim.param_groups, self.param_groups)
+        copy_options(self.optim.param_groups, self.param_groups)
         others = [param for rank, groups in enumerate(self._parts) if rank != self.rank for param in params_of(groups)]
         torch.autograd.graph.increment_version(others)
         return loss
@@ -141,7 +141,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         super().add_param_group(param_group)
         if not self.initialized:
             return
-        _sync_groups(self.param_groups[:-1], self.optim.param_groups)  # what a scheduler has set since the last step
+        copy_options(self.param_groups[:-1], self.optim.param_groups)  # what a scheduler has set since the last step
         parts = _partition_groups(self.param_groups, self.world_size)
         try:
             self.optim.add_param_group(parts[self.rank][-1])
@@ -149,7 +149,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             del self.param_groups[-1]
             raise
         self._parts = parts
-        _sync_groups(self.optim.param_groups, self.param_groups)
+        copy_options(self.optim.param_groups, self.param_groups)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Copy the state of all ranks to host memory of rank `to`. There `state_dict()` then returns it. Every rank
         calls this."""
-        _sync_groups(self.param_groups, self.optim.param_groups)
+        copy_options(self.param_groups, self.optim.param_groups)
         parts = list(map(params_of, self._parts))
         indices = {id(param): index for index, param in enumerate(params_of(self.param_groups))}
         self._consolidated = _consolidate(self._ranks, parts, indices, self._local_state, to)
@@ -186,7 +186,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def local_state_dict(self) -> dict[str, Any]:
         """Return the state dict of this rank's local optimizer."""
-        _sync_groups(self.param_groups, self.optim.param_groups)
+        copy_options(self.param_groups, self.optim.param_groups)
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -206,7 +206,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         stepped = {place: values for place, values in state.items() if values}
         self.optim.load_state_dict({"state": stepped, "param_groups": groups})
         self._consolidated = None
-        _sync_groups(self.optim.param_groups, self.param_groups)
+        copy_options(self.optim.param_groups, self.param_groups)
 
     def _local_state(self, param: Tensor) -> Mapping[str, Any]:
         if isinstance(self.optim, OffloadedOptimizer):
@@ -299,12 +299,6 @@ def _partition_groups(groups: Sequence[Mapping[str, Any]], world_size: int) -> l
 
 def params_of(groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
     return [param for group in groups for param in group["params"]]
-
-
-def _sync_groups(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:
-    """Copy all option values of each source group, but not its parameters, to the target group of the same index."""
-    for values, group in zip(source, target, strict=True):
-        group.update({name: value for name, value in values.items() if name not in ("params", "param_names")})
 
 
 def _messages_of(groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, Tensor]]:
