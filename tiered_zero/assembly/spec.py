@@ -182,7 +182,8 @@ class _Cut:
 
 
 def _specify(config: Config, *, cut: _Cut, machine: PlannedMachine, ranks: Collectives) -> RunSpec:
-    """Specify a run under `config`. The caller has checked parameters and optimizer."""
+    """Specify a run under `config`. While the plan does not fit host memory, halve the sub-groups, unless there would
+    be too many, or none uses a staging buffer. The caller has checked parameters and optimizer."""
     effective, request = _request(config, cut.model, machine, ranks)
     rule = cut.make_rule(request.state_format, request.world_size, request.shards_params, request.shares_cores)
     if machine.device_nbytes is not None or find_device(config.tiered_zero.device).type != "cpu":
@@ -190,19 +191,23 @@ def _specify(config: Config, *, cut: _Cut, machine: PlannedMachine, ranks: Colle
     rules = unit_rules(effective, ranks.world_size, whole_params=not rule.elementwise)
     units = cut.find_units(rules)
     rank = ranks.rank if request.shards_state else None
-
-    def cut_into(numel: int) -> tuple[list[SubGroup], list[SubGroupSize]]:
-        found = cut.cut(rules, rule, request.state_format, request.splits_state, rank, numel)
-        _check_group_state(rule, request)  # the rule knows of such state from its first layout on
-        return found
-
-    size = sub_group_numel(
+    numel = sub_group_numel(
         config.zero_optimization.sub_group_size,
         units,
         in_memory=request.state_tier != "nvme" and not request.splits_state,
         shares_cores=request.shares_cores,
     )
-    subgroups, sizes, plan, size = _plan_to_fit(cut_into, units, rule, size, request)
+    least = sub_group_numel(1, units)
+    while True:
+        subgroups, sizes = cut.cut(rules, rule, request.state_format, request.splits_state, rank, numel)
+        _check_group_state(rule, request)  # the rule knows of such state from its first layout on
+        # such state must not change before step(), so no update begins in backward
+        request = replace(request, keeps_group_state=rule.keeps_group_state)
+        plan = make_plan(units, sizes, request)
+        half = max(align_up(numel // 2, CUT_NUMEL), least)
+        if half >= numel or plan.missing_nbytes("host") <= 0 or not plan.staging.state.count:
+            break
+        numel = half
     check_params(master_format(request.state_format), subgroups, plan.tiers.params, plan.tiers.state)
     return RunSpec(
         config=config,
@@ -216,7 +221,7 @@ def _specify(config: Config, *, cut: _Cut, machine: PlannedMachine, ranks: Colle
         subgroups=subgroups,
         sizes=sizes,
         plan=plan,
-        sub_group_numel=size,
+        sub_group_numel=numel,
     )
 
 
@@ -411,28 +416,6 @@ def compute_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that a tensor has on the device: for a float, the config's 16-bit dtype if it sets one."""
     wanted: torch.dtype = getattr(torch, config.param_dtype_name)
     return wanted if dtype.is_floating_point and wanted != torch.float32 else dtype
-
-
-def _plan_to_fit(
-    cut_into: Callable[[int], tuple[list[SubGroup], list[SubGroupSize]]],
-    units: list[Unit],
-    rule: UpdateRule,
-    numel: int,
-    request: PlanRequest,
-) -> tuple[list[SubGroup], list[SubGroupSize], Plan, int]:
-    """Plan with sub-groups of `numel` elements. While the plan does not fit host memory, halve this number, unless
-    there would be too many sub-groups, or none uses a staging buffer. Return the sub-groups, the sizes of their slots,
-    the plan and the number. `cut_into(numel)`: returns the first two."""
-    least = sub_group_numel(1, units)
-    while True:
-        subgroups, sizes = cut_into(numel)
-        # such state must not change before step(), so no update begins in backward
-        request = replace(request, keeps_group_state=rule.keeps_group_state)
-        plan = make_plan(units, sizes, request)
-        half = max(align_up(numel // 2, CUT_NUMEL), least)
-        if half >= numel or plan.missing_nbytes("host") <= 0 or not plan.staging.state.count:
-            return subgroups, sizes, plan, numel
-        numel = half
 
 
 def _limits(config: Config, model: nn.Module, machine: PlannedMachine, ranks: Collectives) -> Limits:
