@@ -168,9 +168,19 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Copy the state of all ranks to host memory of rank `to`. There `state_dict()` then returns it. Every rank
         calls this."""
         copy_options(self.param_groups, self.optim.param_groups)
-        parts = list(map(params_of, self._parts))
+        if self.rank != to:
+            for param in params_of(self._parts[self.rank]):
+                self._ranks.send(on_cpu(self._local_state(param)), to)
+            self._consolidated = None
+            return
         indices = {id(param): index for index, param in enumerate(params_of(self.param_groups))}
-        self._consolidated = _consolidate(self._ranks, parts, indices, self._local_state, to)
+        found: dict[int, dict[str, Any]] = {}
+        for rank, groups in enumerate(self._parts):
+            for param in params_of(groups):
+                state = on_cpu(self._local_state(param)) if rank == self.rank else self._ranks.receive(rank)
+                if state:
+                    found[indices[id(param)]] = state
+        self._consolidated = dict(sorted(found.items()))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all parameters in torch's format, as of the last `consolidate_state_dict` (one rank needs
@@ -312,28 +322,3 @@ def _messages_of(groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, Tensor]
             flat = param.detach().as_strided((param.numel(),), (1,)) if is_dense else param.detach()
             messages.append((number, flat))
     return messages
-
-
-def _consolidate(
-    group: ShardGroup,
-    parts: Sequence[Sequence[Tensor]],
-    indices: Mapping[int, int],
-    read: Callable[[Tensor], Mapping[str, Any]],
-    to: int,
-) -> dict[int, dict[str, Any]] | None:
-    """Return the index and state of each parameter that has state, on the CPU of rank `to`; None on other ranks. Every
-    rank calls this.
-
-    `parts`: the parameters of each rank. `indices`: id() of a parameter -> its index. `read`: reads the state of one of
-    this rank's parameters."""
-    if group.rank != to:
-        for param in parts[group.rank]:
-            group.send(on_cpu(read(param)), to)
-        return None
-    found: dict[int, dict[str, Any]] = {}
-    for rank, params in enumerate(parts):
-        for param in params:
-            state = on_cpu(read(param)) if rank == group.rank else group.receive(rank)
-            if state:
-                found[indices[id(param)]] = state
-    return dict(sorted(found.items()))
