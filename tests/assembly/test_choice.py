@@ -109,10 +109,9 @@ def test_the_best_are_shown_with_seconds_bytes_and_wear_and_the_first_runs() -> 
             assert part in line
 
 
-def test_the_chosen_config_says_all_of_it(tmp_path: Path) -> None:
+def test_the_chosen_config_says_all_of_it() -> None:
     run = specified(140, 400, sequence_length=64)
-    run.choice.save(tmp_path / "chosen.json")
-    values = json.loads((tmp_path / "chosen.json").read_text())
+    values = json.loads(run.choice.config_text)
     assert "placement" not in values["tiered_zero"]
     machine = PlannedMachine(device_nbytes=140 * MIB, host_nbytes=400 * MIB)
     again = specify_run(load(values), build_gpt(MODEL), machine=machine)

@@ -276,6 +276,12 @@ class Choice:
     tokens: int
 
     @property
+    def config_text(self) -> str:
+        """The chosen config as JSON, in the form of a config file."""
+        values = self.candidates[0].config.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        return json.dumps(values, indent=2) + "\n"
+
+    @property
     def lines(self) -> list[str]:
         """Lines for the log: a heading, and the predictions for the best candidates."""
         shown = self.candidates[:NUM_SHOWN]
@@ -287,10 +293,9 @@ class Choice:
         ]
 
     def save(self, path: Path) -> None:
-        """Write the chosen config as JSON, in the form of a config file, mode 0600. Raises OSError."""
-        values = self.candidates[0].config.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        """Write the chosen config, mode 0600. Raises OSError."""
         with open(path, "wb", opener=partial(os.open, mode=0o600)) as file:
-            file.write((json.dumps(values, indent=2) + "\n").encode())
+            file.write(self.config_text.encode())
 
 
 def choose_placement(
