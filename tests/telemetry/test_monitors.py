@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import tiered_zero
 from tests.support.models import rows, two_layers
 from tests.support.trainers import tiered
 from tiered_zero.errors import ConfigError
-from tiered_zero.telemetry.monitors import OPENERS, Monitors
+from tiered_zero.telemetry.monitors import Monitors, csv_in
 from tiered_zero.telemetry.report import StepReport
 
 NAMES = {"train_loss", "lr", "loss_scale", "grad_norm", "step_s", "host_nbytes", "nvme_nbytes", "device_nbytes"}
@@ -86,23 +87,18 @@ def test_a_folder_that_cannot_be_made_is_refused(swap_path: Path, tmp_path: Path
     assert not list(swap_path.iterdir())
 
 
-def test_a_writer_that_fails_is_left_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def open_broken(*_: Any) -> Callable[[str, float, int], object]:
+def test_a_writer_that_fails_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def open_broken(_: ExitStack) -> Callable[[str, float, int], object]:
         def write(*_: Any) -> None:
             raise OSError("no room")
 
         return write
 
-    monkeypatch.setitem(OPENERS, "wandb", open_broken)
-    chosen = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
-    config = {"train_batch_size": 4, "wandb": {"enabled": True}, "csv_monitor": chosen}
-    monitors = Monitors(tiered_zero.load_config(config), [])
+    monitors = Monitors({"wandb": open_broken, "csv_monitor": csv_in(tmp_path)}, [], 4)
     for step in (1, 2):
         monitors(StepReport(step=step, wall_s=0.5, seconds={}))
     monitors.close()
-    assert read(tmp_path / "job")["Train_Samples_step_s.csv"] == [["step", "step_s"], ["4", "0.5"], ["8", "0.5"]]
+    assert read(tmp_path)["Train_Samples_step_s.csv"] == [["step", "step_s"], ["4", "0.5"], ["8", "0.5"]]
     assert [record.message for record in caplog.records] == [
         "wandb: it ends here, and training goes on: OSError: no room"
     ]

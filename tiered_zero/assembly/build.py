@@ -8,6 +8,7 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ from tiered_zero.plan.request import PlanRequest
 from tiered_zero.rules.lr import build_scheduler
 from tiered_zero.rules.native_rules import open_kernel
 from tiered_zero.system import processor_name
-from tiered_zero.telemetry.monitors import Monitors, StepLog
+from tiered_zero.telemetry.monitors import Monitors, Open, StepLog, csv_in, tensorboard_in, wandb_of
 from tiered_zero.telemetry.report import StepReport
 from tiered_zero.telemetry.runlog import RunHeader, RunObserver
 from tiered_zero.tiers.step_gradients import FlatWindows
@@ -434,9 +435,9 @@ def _make_observers(run_spec: RunSpec, runtime: Runtime, resources: Teardown) ->
     observers: list[Callable[[StepReport], None]] = []
     if every is not None:
         observers.append(StepLog(every, groups, config.wall_clock_breakdown))
-    monitors = Monitors(config, groups)
-    resources.add("monitors", monitors.close)
-    if monitors.writers:
+    if chosen := _chosen_monitors(config):
+        monitors = Monitors(chosen, groups, config.train_batch_size)
+        resources.add("monitors", monitors.close)
         observers.append(monitors)
     if settings.report is None and settings.trace is None:
         return observers
@@ -465,6 +466,17 @@ def _make_observers(run_spec: RunSpec, runtime: Runtime, resources: Teardown) ->
     observer = RunObserver(runtime.recorder, header, settings.report, settings.trace)
     resources.add("observers", observer.close)
     return [*observers, observer]
+
+
+def _chosen_monitors(config: Config) -> dict[str, Open]:
+    """Map each monitor that the config turns on to the function that opens its writer."""
+    csv, board, wandb = config.csv_monitor, config.tensorboard, config.wandb
+    openers = {
+        "csv_monitor": (csv.enabled, csv_in(Path(csv.output_path, csv.job_name))),
+        "tensorboard": (board.enabled, tensorboard_in(Path(board.output_path, board.job_name))),
+        "wandb": (wandb.enabled, wandb_of(project=wandb.project, group=wandb.group, entity=wandb.team)),
+    }
+    return {name: open_writer for name, (is_on, open_writer) in openers.items() if is_on}
 
 
 def _make_commits(run_spec: RunSpec, machine: OpenMachine, state: RunState) -> Commits | None:

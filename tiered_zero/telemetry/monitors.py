@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
 
-from tiered_zero.config.schema import Config, CsvSection, TensorboardSection, WandbSection
 from tiered_zero.errors import ConfigError
 from tiered_zero.sizes import format_nbytes
 from tiered_zero.telemetry.report import StepReport
@@ -17,69 +16,70 @@ logger = logging.getLogger("tiered_zero")
 
 Write = Callable[[str, float, int], object]
 """A function that writes one number. Its arguments: name, number, samples trained so far."""
+Open = Callable[[ExitStack], Write]
+"""A function that opens a writer and returns its Write; it registers the writer's close on the given stack."""
 
 
-def _open_csv(section: CsvSection, end: ExitStack) -> Write:
-    """Write csv files, one for each name: "Train/Samples/lr" is written to Train_Samples_lr.csv. Rows of an existing
-    file are kept."""
-    folder = Path(section.output_path, section.job_name)
-    folder.mkdir(parents=True, exist_ok=True)
-    files: dict[str, TextIO] = {}
+def csv_in(folder: Path) -> Open:
+    """Return an opener for csv files in `folder`, one for each name: "Train/Samples/lr" is written to
+    Train_Samples_lr.csv. Rows of an existing file are kept."""
 
-    def write(name: str, value: float, samples: int) -> None:
-        if name not in files:
-            path = folder / f"{name.replace('/', '_')}.csv"
-            header = "" if path.exists() else f"step,{name.rpartition('/')[2]}\n"
-            files[name] = end.enter_context(path.open("a", encoding="utf-8", buffering=1))  # a kill keeps rows
-            files[name].write(header)
-        files[name].write(f"{samples},{value}\n")
+    def open_files(end: ExitStack) -> Write:
+        folder.mkdir(parents=True, exist_ok=True)
+        files: dict[str, TextIO] = {}
 
-    return write
+        def write(name: str, value: float, samples: int) -> None:
+            if name not in files:
+                path = folder / f"{name.replace('/', '_')}.csv"
+                header = "" if path.exists() else f"step,{name.rpartition('/')[2]}\n"
+                files[name] = end.enter_context(path.open("a", encoding="utf-8", buffering=1))  # a kill keeps rows
+                files[name].write(header)
+            files[name].write(f"{samples},{value}\n")
 
+        return write
 
-def _open_tensorboard(section: TensorboardSection, end: ExitStack) -> Write:
-    from torch.utils.tensorboard import SummaryWriter
-
-    folder = str(Path(section.output_path, section.job_name))
-    writer: Any = SummaryWriter(log_dir=folder)  # type: ignore[no-untyped-call, unused-ignore]
-    end.callback(writer.close)
-    write: Write = writer.add_scalar
-    return write
+    return open_files
 
 
-def _open_wandb(section: WandbSection, end: ExitStack) -> Write:
-    import wandb
+def tensorboard_in(folder: Path) -> Open:
+    def open_writer(end: ExitStack) -> Write:
+        from torch.utils.tensorboard import SummaryWriter
 
-    run: Any = wandb.init(project=section.project, group=section.group, entity=section.team)
-    end.callback(run.finish)
-    return lambda name, value, samples: run.log({name: value}, step=samples)
+        writer: Any = SummaryWriter(log_dir=str(folder))  # type: ignore[no-untyped-call, unused-ignore]
+        end.callback(writer.close)
+        write: Write = writer.add_scalar
+        return write
+
+    return open_writer
 
 
-OPENERS: dict[str, Callable[[Any, ExitStack], Write]] = {
-    "csv_monitor": _open_csv,
-    "tensorboard": _open_tensorboard,
-    "wandb": _open_wandb,
-}
-"""Section of the config -> the function that opens its writer, and registers the writer's end on the given stack."""
+def wandb_of(**names: str | None) -> Open:
+    """Return an opener for Weights & Biases. `names`: arguments of `wandb.init`."""
+
+    def open_run(end: ExitStack) -> Write:
+        import wandb
+
+        run: Any = wandb.init(**names)
+        end.callback(run.finish)
+        return lambda name, value, samples: run.log({name: value}, step=samples)
+
+    return open_run
 
 
 class Monitors:
-    """Writes the numbers of each step's report to the monitors that the config turns on. A writer that fails is dropped
-    with a warning.
+    """Writes the numbers of each step's report to the chosen monitors. A writer that fails is dropped with a warning.
 
-    `groups`: the param groups in use. Raises ConfigError if a writer cannot be opened; a missing package only gives a
-    warning.
+    `chosen`: section of the config -> the opener of its writer. `groups`: the param groups in use. `batch_size`:
+    samples of a step. Raises ConfigError if a writer cannot be opened; a missing package only gives a warning.
     """
 
-    def __init__(self, config: Config, groups: Sequence[Mapping[str, Any]]) -> None:
-        self._groups, self._batch_size = groups, config.train_batch_size
+    def __init__(self, chosen: Mapping[str, Open], groups: Sequence[Mapping[str, Any]], batch_size: int) -> None:
+        self._groups, self._batch_size = groups, batch_size
         self._end = ExitStack()
-        self.writers: dict[str, Write] = {}
-        for section, open_writer in OPENERS.items():
-            if not getattr(config, section).enabled:
-                continue
+        self._writers: dict[str, Write] = {}
+        for section, open_writer in chosen.items():
             try:
-                self.writers[section] = open_writer(getattr(config, section), self._end)
+                self._writers[section] = open_writer(self._end)
             except ImportError as error:
                 logger.warning("%s: nothing is written, for its package is missing (%s). Install it.", section, error)
             except Exception as error:
@@ -87,13 +87,13 @@ class Monitors:
                 raise ConfigError(f"{section}: expected to start; it raised {type(error).__name__}: {error}") from error
 
     def __call__(self, report: StepReport) -> None:
-        for section, write in list(self.writers.items()):
+        for section, write in list(self._writers.items()):
             try:
                 for name, value in self._numbers(report):
                     write(f"Train/Samples/{name}", float(value), report.step * self._batch_size)
             except Exception as error:
                 logger.warning("%s: it ends here, and training goes on: %s: %s", section, type(error).__name__, error)
-                del self.writers[section]
+                del self._writers[section]
 
     def _numbers(self, report: StepReport) -> Iterator[tuple[str, float]]:
         known = {"train_loss": report.loss, "loss_scale": report.loss_scale, "grad_norm": report.grad_norm}
