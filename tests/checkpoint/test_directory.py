@@ -44,7 +44,7 @@ from tiered_zero.checkpoint.tag import (
 )
 from tiered_zero.checkpoint.tag_writer import LOCK_NAME, SaveDirectory, TagWriter
 from tiered_zero.errors import StoreError, TransferError
-from tiered_zero.io.select import select_engine
+from tiered_zero.io.select import PROBE_PREFIX, select_engine
 
 TENSORS = {"x": torch.arange(3000, dtype=torch.float32), "y": torch.tensor([True, False])}
 
@@ -269,6 +269,32 @@ def test_the_next_writer_ends_a_replacement_that_was_cut_short(
     assert step_of(tmp_path / "a") == 1 + is_published and "checkpoint a left when it ended" in caplog.text
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_the_trial_of_an_engine_that_was_killed_leaves_nothing(tmp_path: Path, replaced: bool) -> None:
+    """A writer tries I/O engines in the tag's directory."""
+    if replaced:
+        save(tmp_path, "a", 1)
+    writer = TagWriter.begin(tmp_path, "a")
+    (writer.path / f"{PROBE_PREFIX}0123").write_bytes(bytes(512))
+    unlock(writer._directory._lock)  # type: ignore[union-attr]
+    save(tmp_path, "b", 2)
+    assert names(tmp_path) == [*(["a"] if replaced else []), "b", LATEST_NAME]
+    assert not any(path.name.startswith(PROBE_PREFIX) for path in tmp_path.rglob(".*"))
+
+
+def test_a_replaced_tag_of_an_older_version_leaves_no_data(tmp_path: Path) -> None:
+    save(tmp_path, "a", 1)
+    new = data_file(tmp_path / "a")
+    old = new.rename(new.with_name("data-00000.bin"))
+    with pytest.raises(StoreError, match="is missing"):
+        read_manifest(tmp_path / "a")
+    writer = TagWriter.begin(tmp_path, "a", engine=SyncEngine())
+    writer.discard()
+    assert old.exists(), "a save that is not published leaves the tag as it is"
+    save(tmp_path, "a", 2)
+    assert not old.exists() and step_of(tmp_path / "a") == 2
+
+
 @pytest.mark.parametrize("journal", [b"", b"0123456789ab", b"0123456789ab ../a", b"\xff", b"0123456789ab none", b"x a"])
 def test_a_lock_file_that_names_no_save_removes_nothing(tmp_path: Path, journal: bytes) -> None:
     save(tmp_path, "a", 1)
@@ -455,7 +481,7 @@ def test_names_that_are_taken_by_something_else_are_not_replaced(tmp_path: Path)
     (tmp_path / "file").write_text("x")
     os.symlink(tmp_path, tmp_path / "link")
     for name in ("file", "link"):
-        with pytest.raises(StoreError, match=f"Checkpoint {name} could not be written .*Not a directory"):
+        with pytest.raises(StoreError, match=rf"{name} is a .*, and is not replaced .* Name another tag\."):
             TagWriter.begin(tmp_path, name)
     assert (tmp_path / "file").read_text() == "x" and (tmp_path / "link").is_symlink()
     with pytest.raises(StoreError, match=r"cannot be saved to .*file"):

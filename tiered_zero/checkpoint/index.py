@@ -59,8 +59,9 @@ from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork
 
 MANIFEST_NAME: Final = "manifest.json"
 LATEST_NAME: Final = "latest"
-DATA_FILE: Final = re.compile(r"data-\d{5}-([0-9a-f]{12})\.bin")
-"""Matches the names of data files; the group is the id of the save that has written the file."""
+DATA_FILE: Final = re.compile(r"data-\d{5}(?:-([0-9a-f]{12}))?\.bin")
+"""Matches the names of data files; the group is the id of the save that has written the file. Files of format version 4
+and before have none: a save that replaces such a tag removes them."""
 
 TAG: Final = re.compile(r"[^./\x00-\x1f\x7f\ud800-\udfff][^/\x00-\x1f\x7f\ud800-\udfff]*")
 _TAKEN: Final = (LATEST_NAME, next_path(Path(LATEST_NAME)).name)

@@ -37,6 +37,7 @@ from tiered_zero.checkpoint.load import TensorReader
 from tiered_zero.checkpoint.tag_writer import SaveDirectory, change_under_way
 from tiered_zero.errors import StoreError
 from tiered_zero.io.engine import IOEngine
+from tiered_zero.io.select import PROBE_PREFIX
 from tiered_zero.record.data_files import (
     DATA_NAME,
     RecordFiles,
@@ -598,7 +599,7 @@ def prune(save_dir: str | os.PathLike[str], keep: int, *, dry_run: bool = False)
             others = [
                 name
                 for name in sorted(os.listdir(info.path))
-                if name != MANIFEST_NAME and not DATA_FILE.fullmatch(name)
+                if name != MANIFEST_NAME and not DATA_FILE.fullmatch(name) and not name.startswith(PROBE_PREFIX)
             ]
             if others:
                 logger.warning(

@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import secrets
+import stat
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -27,12 +28,14 @@ from tiered_zero.checkpoint.index import (
 )
 from tiered_zero.errors import ConfigError, StoreError, TransferError
 from tiered_zero.io.engine import IOEngine, free_text
+from tiered_zero.io.select import PROBE_PREFIX
 from tiered_zero.record.data_files import RecordWriter
 from tiered_zero.record.files import (
     MOST_NBYTES,
     confirm_file,
     discard_file,
     error_text,
+    kind_text,
     lock_file,
     next_path,
     open_directory,
@@ -105,10 +108,10 @@ class SaveDirectory:
 
     def begin(self, tag: str, save_id: str) -> None:
         """Note durably that files of the save `save_id` are going to be written to `tag`, or removed from it. Make the
-        tag's directory if missing. Raises OSError if the name is taken by a file or a link."""
+        tag's directory if missing. Raises OSError, and StoreError if the name is taken by a file or a link."""
         path = self.path / tag
-        if os.path.lexists(path):
-            open_directory(path).close()
+        if os.path.lexists(path) and not stat.S_ISDIR(mode := os.lstat(path).st_mode):
+            raise StoreError(f"{path} is {kind_text(mode)}, and is not replaced by a checkpoint. Name another tag.")
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{save_id} {tag}".encode(), 0)
         os.fsync(self._lock)
@@ -123,7 +126,7 @@ class SaveDirectory:
         try:
             for name in os.listdir(path):
                 own = DATA_FILE.fullmatch(name)
-                if own is not None and (own[1] == save_id) != is_published:
+                if name.startswith(PROBE_PREFIX) or (own is not None and (own[1] == save_id) != is_published):
                     nbytes += os.lstat(path / name).st_blocks * 512
                     os.unlink(path / name)
             if nbytes:
@@ -144,7 +147,12 @@ class SaveDirectory:
 
     def remove(self, tag: str, save_id: str) -> None:
         """Remove a tag that the save `save_id` has written. Raises OSError if the tag can still be loaded."""
-        self.begin(tag, save_id)
+        try:
+            self.begin(tag, save_id)
+        except OSError as error:
+            if not _is_full(error):
+                raise
+            # the lock file needs a block, which this removal frees: no later process ends it if this one is killed
         os.unlink(self.path / tag / MANIFEST_NAME)
         sync_directory(self.path / tag)
         self.end(tag, save_id, is_published=False)

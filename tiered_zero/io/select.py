@@ -121,6 +121,9 @@ ENGINES: dict[str, Callable[..., IOEngine]] = {
 _ACCESS = ((True, 512), (True, PAGE_NBYTES), (False, 1))
 """(whether to use O_DIRECT, alignment), in the order in which they are tried."""
 
+PROBE_PREFIX = ".tiered-zero-probe-"
+"""Prefix of the temporary files by which engines are tried. A process that is killed may leave one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
@@ -218,7 +221,7 @@ def _try_to_read(engine: IOEngine, path: str) -> None:
 
 def _try(engine: IOEngine, directory: str, nbytes: int) -> None:
     """Write a temporary file in `directory`, sync it, read it back and compare. Raises TransferError."""
-    path = os.path.join(directory, f".tiered-zero-probe-{secrets.token_hex(8)}")
+    path = os.path.join(directory, f"{PROBE_PREFIX}{secrets.token_hex(8)}")
     half = nbytes // 2  # the alignment to test, of the file offset and of the memory
     memory = memoryview(mmap.mmap(-1, 2 * nbytes + 2 * PAGE_NBYTES))
     written, back = memory[half : half + nbytes], memory[half + nbytes : half + 2 * nbytes]

@@ -22,7 +22,7 @@ from pydantic import AfterValidator, Field
 
 from tiered_zero.errors import ConfigError, StoreError
 from tiered_zero.io.engine import errno_text
-from tiered_zero.io.select import filesystem_type, is_local, preflight_directory
+from tiered_zero.io.select import PROBE_PREFIX, filesystem_type, is_local, preflight_directory
 from tiered_zero.record import manifest
 from tiered_zero.record.data_files import DATA_NAME
 from tiered_zero.record.files import (
@@ -322,7 +322,6 @@ def _make(path: Path, key: str) -> None:
 # -- list and remove runs ----------------------------------------------------------------------------------------------
 
 _RUN_FILES = (OWNER_NAME, MANIFEST_NAME, NEXT_NAME, DATA_NAME)
-_PROBE_PREFIX = ".tiered-zero-probe-"
 
 
 @final
@@ -432,7 +431,7 @@ def _collect(run: RunInfo, dry_run: bool, committed: bool, unknown: bool) -> Col
     why = run.reason if run.step is None else f"{run.reason}; its commit of step {run.step} is removed with it"
     parent, name = run.path.parent.resolve(), run.path.name
     with open_directory(parent) as parent_fd, open_directory(name, parent_fd) as fd:
-        strange = sorted(each for each in names_in(fd) if each not in _RUN_FILES and not each.startswith(_PROBE_PREFIX))
+        strange = sorted(each for each in names_in(fd) if each not in _RUN_FILES and not each.startswith(PROBE_PREFIX))
         if not run.pid and strange:
             reason = f"holds {strange[0]!a}, which no run makes; remove it by hand"
             return Collected(run=run, removed=False, reason=reason)
