@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tests.ranks.pool import RankPool
 from tests.ranks.saving import Place, build, load, save, train, warnings_noted, weights_of
 from tests.ranks.training import differences
-from tests.support.inspection.insides import weights
+from tests.support.inspection.insides import RecordWriter, list_tags, weights
 from tests.support.tags import data_file, equal_bits, load_tag
 from tiered_zero.errors import StoreError
 
@@ -103,6 +103,26 @@ def save_weights(place: Place, swap_path: str, save_dir: str) -> dict[str, Any]:
     found = {"weights": weights_of(engine), "text": str(full.value)}
     engine.close()
     return found
+
+
+def save_on_full_disk(place: Place, swap_path: str, save_dir: str) -> str:
+    """Return the error of a save in which the disk of rank 1 is full. The next save succeeds."""
+    engine = build(place, swap_path)
+    train(engine, 0, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ["RANK"] == "1":
+            patch.setattr(RecordWriter, "append", full_disk)
+        with pytest.raises(StoreError) as full:
+            engine.save_checkpoint(save_dir, tag="bad")
+    engine.save_checkpoint(save_dir, tag="good")
+    engine.close()
+    return str(full.value)
+
+
+def test_a_full_disk_of_one_rank_is_named_on_all(ranks: RankPool, tmp_path: Path, swap_path: Path) -> None:
+    first, second = ranks.run(save_on_full_disk, 2, SAVED[7], str(swap_path), str(tmp_path))
+    assert second.startswith("The disk is full: checkpoint bad could not be written") and first == f"Rank 1: {second}"
+    assert [info.tag for info in list_tags(tmp_path)] == ["good"]
 
 
 def full_disk(*_: Any) -> None:

@@ -137,9 +137,10 @@ class Checkpoints:
         def write() -> Share:
             self._state.pipeline.cancel_prefetch()  # to free staging buffers, which the save needs
             try:
-                share = capture.write(self._state, tag, ready, self._state.view.scalars)
-                if not is_first:
-                    tag.writer.wait_durable()
+                with tag.writing():  # here, so that all ranks raise the same error
+                    share = capture.write(self._state, tag, ready, self._state.view.scalars)
+                    if not is_first:
+                        tag.writer.wait_durable()
                 return share
             finally:
                 self._state.pipeline.prefetch()

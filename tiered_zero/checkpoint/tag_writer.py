@@ -11,8 +11,8 @@ import logging
 import os
 import secrets
 import stat
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -271,7 +271,23 @@ class TagWriter:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Discard the save if it is not published. Raise StoreError if the block failed to write the tag's files."""
-        self.discard()
+        try:
+            if isinstance(error, Exception):
+                self._raise_store_error(error)  # first, for it names the free space
+        finally:
+            self.discard()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Return a context manager that raises StoreError if its block failed to write the tag's files."""
+        try:
+            yield
+        except Exception as error:
+            self._raise_store_error(error)
+            raise
+
+    def _raise_store_error(self, error: Exception) -> None:
+        """Raise StoreError if `error` says that the tag's files could not be written."""
         if isinstance(error, OSError | ConfigError) and (_is_full(error) or str(self.path) in str(error)):
             raise _store_error(self.path, error, self._needed_nbytes) from error
 
