@@ -188,3 +188,15 @@ def test_a_step_of_zero_gradients_without_an_lr_decays_weights_and_counts(swap_p
             get_optimizer_state_dict(trainer.module, trainer.optimizer)
         assert engine.global_steps == 1
         assert all(map(same_bits, steps(plain, 0), steps(engine, 0)))
+
+
+def test_torch_creates_that_state_where_gradients_rest_on_nvme(swap_path: Path) -> None:
+    """The staging buffers have room for gradients, which an update without a backward does not read."""
+    runtime = {"gradients": "nvme", "debug_poison": True}
+    with (
+        opened("plain", swap_path) as plain,
+        tiered(two_layers(), swap_path, make_optimizer=KINDS["adam"], runtime=runtime) as engine,
+    ):
+        found = [get_optimizer_state_dict(each.module, each.optimizer)["state"] for each in (plain, engine)]
+    for param, values in found[0].items():
+        assert all(same_bits(value, found[1][param][key]) for key, value in values.items())

@@ -58,6 +58,9 @@ class ZeroGradients(GradientSource):
     def part(self, segment: Segment) -> torch.Tensor:
         return torch.zeros(segment.numel)
 
+    def read_part(self, segment: Segment, out: torch.Tensor) -> None:
+        out.zero_()
+
 
 class UpdatePolicy(ABC):
     """Decides when updates run, and runs them. The driver thread calls it between backward and forward."""
