@@ -157,6 +157,23 @@ def test_a_tier_is_hidden_from_the_tokens_that_make_compute_as_long() -> None:
     assert never.hidden_from_tokens["nvme"] is None and never.searched_tokens["nvme"] > 8 * 195
 
 
+def test_the_update_of_state_counts_for_the_tier_that_has_it() -> None:
+    """State on nvme: what host memory adds is the gradients' copy, and the update is nvme's."""
+    plan = plan_of(clips=True, policy="barrier")
+    rates = replace(machine(plan, compute_s=1.0, update_s=1.0), from_device_bytes_per_s=2 * NUM_UNITS * NUMEL / 300)
+    hidden = predict_step(plan, work(plan), rates).hidden_from_tokens
+    assert hidden["nvme"] is None and hidden["host"] is not None
+
+
+def test_a_disk_that_is_slow_both_ways_reads_alone_at_its_rate() -> None:
+    plan = plan_of("device")
+    units = (replace(unit, params=("nvme", 2 * NUMEL), is_paged=True) for unit in plan.units)
+    plan = replace(plan, units=tuple(units))
+    disk = Disk(path="", read_bytes_per_s=1e6, write_bytes_per_s=1e6, mixed_bytes_per_s=0.5e6)
+    step = predict_step(plan, work(plan), replace(MACHINE, disks=(disk,)), finds_hidden=False)
+    assert step.seconds == pytest.approx(step.by_resource["disk read"], rel=1e-3)
+
+
 def test_what_a_model_computes_besides_products_adds_to_them() -> None:
     plan = plan_of()
     flops = {"bf16": 3 * work(plan).forward_flops}

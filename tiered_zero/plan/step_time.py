@@ -55,7 +55,7 @@ RESOURCES: Final = ("compute", "fetch", "reduce", "update", "disk read", "disk w
 CORES: Final = ("compute", "fetch", "reduce", "update")
 """The resources that share the cores if the CPU computes."""
 
-RESOURCES_OF: Final = {"host": CORES, "nvme": ("compute", "disk read", "disk write")}
+RESOURCES_OF: Final = {"host": CORES, "nvme": ("compute", "update", "disk read", "disk write")}
 """Tier -> the resources that are busy with it and with compute, if an accelerator computes."""
 
 Seconds = Mapping[str, float]
@@ -162,7 +162,7 @@ def _is_used(plan: Plan, tier: str) -> bool:
 def _hidden_from(tier: str, plan: Plan, work: Work, machine: Machine) -> tuple[int, bool]:
     """Search the least number of tokens in a step with which transfers of `tier` add no time. Return (number, True). If
     none was found, return (largest number tried, False)."""
-    rates = _Rates(plan, machine, RESOURCES if plan.request.shares_cores else RESOURCES_OF[tier])
+    rates = _Rates(plan, machine) if plan.request.shares_cores else _Rates(plan, machine, only=tier)
 
     def is_hidden(factor: float) -> bool:
         seconds, by_resource = _predict(plan, work.scaled(factor), rates)
@@ -228,11 +228,12 @@ def _sum(loads: Iterable[Seconds]) -> dict[str, float]:
 
 
 class _Rates:
-    """Turns bytes into seconds, with a machine's rates. `resources`: those whose work takes time."""
+    """Turns bytes into seconds, with a machine's rates. `only`: the one tier whose work takes time, beside compute; "":
+    all tiers."""
 
-    def __init__(self, plan: Plan, machine: Machine, resources: Sequence[str] = RESOURCES) -> None:
+    def __init__(self, plan: Plan, machine: Machine, only: str = "") -> None:
         self.shares_cores = plan.request.shares_cores
-        self.machine, self._resources = machine, resources
+        self.machine, self.only, self._resources = machine, only, RESOURCES_OF.get(only, RESOURCES)
         state_nbytes = sum(sum(unit.state.values()) for unit in plan.units)
         self._sub_groups_per_byte = len(plan.tiers.state) / max(1, state_nbytes)
         disks = [disk for disk in machine.disks if disk.read_bytes_per_s and disk.write_bytes_per_s]
@@ -278,7 +279,8 @@ class _Rates:
         if self.shares_cores:
             lanes = {"compute": sum(lanes.values())}
         read, write = load.get("disk read", 0.0), load.get("disk write", 0.0)
-        return {**lanes, "disk": max(read, write, (read + write) / self._both)}
+        opposed_s = 2 * min(read, write) / self._both  # as much of one kind beside the other; the rest is alone
+        return {**lanes, "disk": max(read, write, opposed_s + abs(read - write))}
 
     def phase_s(self, units: Sequence[_Stages]) -> float:
         """Return the seconds of a phase. `units`: the work of each unit, in their order."""
@@ -387,15 +389,18 @@ def _gradient(unit: UnitTraffic, plan: Plan, work: Work, rates: _Rates) -> Secon
 def _update(unit: UnitTraffic, rates: _Rates) -> Seconds:
     """Return what the update of a unit's state costs. On an accelerator, an update of state on the device takes no time
     of the other lanes."""
-    nbytes = sum(unit.state.get(tier, 0) for tier in (TIERS if rates.shares_cores else TIERS[1:]))
+    tiers = TIERS if rates.shares_cores else TIERS[1:]
+    nbytes, all_nbytes = sum(unit.state.get(tier, 0) for tier in tiers), sum(unit.state.values())
     if not nbytes:
         return {}
-    part = nbytes / sum(unit.state.values())
+    part = nbytes / all_nbytes
+    updated = unit.state.get(rates.only, 0) if rates.only else nbytes
     (param_tier, param_nbytes), (gradient_tier, gradient_nbytes) = unit.params, unit.gradients
     on_disk = unit.state.get("nvme", 0)
     reads = rates.read(on_disk + part * gradient_nbytes * (gradient_tier == "nvme"))
     writes = rates.write(on_disk + part * param_nbytes * (param_tier == "nvme"))
-    return _sum((reads, rates.update(nbytes, part * (gradient_nbytes + param_nbytes)), writes))
+    update = rates.update(updated, updated / all_nbytes * (gradient_nbytes + param_nbytes))
+    return _sum((reads, update, writes))
 
 
 def _forward_s(work: Work, machine: Machine) -> float:
