@@ -33,11 +33,11 @@ class _Held:
 
 @contextmanager
 def hold_interrupts() -> Iterator[None]:
-    """Hold back a Ctrl-C that comes inside the block: raise its KeyboardInterrupt when the block ends. Raise that of a
-    second Ctrl-C immediately. Also a decorator.
+    """Return a context manager (or decorator) that defers Ctrl-C. The first Ctrl-C inside the block raises
+    KeyboardInterrupt when the block ends; a second one raises it immediately.
 
-    Does nothing on a thread other than the main one, inside another such block, or if the program handles SIGINT
-    itself."""
+    The block does nothing on another thread than the main one, inside another `hold_interrupts` block, or if the
+    program has its own handler of SIGINT."""
     main, before = threading.main_thread().ident, signal.getsignal(signal.SIGINT)
     is_free = before is signal.default_int_handler or (isinstance(before, _Held) and before.is_over)
     if threading.get_ident() != main or not is_free:
@@ -61,12 +61,12 @@ logger = logging.getLogger("tiered_zero")
 
 @final
 class Teardown:
-    """Calls the functions that free what a run has built, in a fixed order. One thread at a time. Each function must be
-    idempotent: one that a second Ctrl-C interrupts is called again."""
+    """Calls the closing functions of a run in a fixed order. One thread at a time uses it. Each function must be
+    idempotent: a function that a second Ctrl-C interrupts is called again."""
 
     def __init__(self, order: Sequence[str]) -> None:
-        """`order`: the names for `add`, in the order in which `close` calls their functions. Of functions with the same
-        name, the one added last is called first."""
+        """`order`: the names that `add` accepts, in the order in which `close` calls their functions. Functions of one
+        name are called from the last added to the first."""
         self._acts: dict[str, list[Callable[[], Any]]] = {name: [] for name in order}
 
     def add(self, name: str, act: Callable[[], Any]) -> None:
@@ -74,7 +74,7 @@ class Teardown:
 
     @hold_interrupts()
     def close(self) -> None:
-        """Call all functions that were not called yet, then raise the first error. Idempotent."""
+        """Call each function that has not been called, then raise the first error. Idempotent."""
         first: Exception | None = None
         for acts in self._acts.values():
             while acts:
@@ -90,7 +90,7 @@ class Teardown:
         return self
 
     def __exit__(self, _kind: object, error: object, _traceback: object) -> None:
-        """Call `close` if the block has failed. Otherwise do nothing: the run now owns the teardown."""
+        """Call `close` if the block has raised. Otherwise do nothing: the run now owns the teardown."""
         if error is None:
             return
         try:
@@ -103,8 +103,8 @@ class Teardown:
 
 
 def once(act: Callable[[], Any]) -> Callable[[], None]:
-    """Return a function that calls `act` at its first call only, even if that call is interrupted. For closing
-    functions that may be left incomplete."""
+    """Return a function that calls `act` at its first call only, even if an error interrupts that call. Use it for
+    closing functions that may stay incomplete."""
     called: list[None] = []
 
     def call() -> None:

@@ -14,15 +14,15 @@ from typing import Final, NoReturn, final
 from tiered_zero.errors import EngineFailedError, StoreError, TieredZeroError
 
 STOPPED_S = 5.0
-"""If a blocked wait looks at the clock this many seconds late, the process was stopped (Ctrl-Z, a machine that slept).
-The wait's timeout then does not count that time."""
+"""If more than this many seconds pass between two clock checks of a wait, the process was stopped (Ctrl-Z, suspend).
+The timeout of the wait does not count that time."""
 
 
 class Transfer(ABC):
     """One asynchronous operation: a job of a lane, a disk request, a milestone of an update. Any thread.
 
-    A transfer completes once, with or without an error. Until then only the operation uses its memory, which the caller
-    keeps alive."""
+    A transfer completes once, with or without an error. Until then the caller keeps the memory of the operation alive,
+    and does not use it."""
 
     @abstractmethod
     def done(self) -> bool:
@@ -44,7 +44,7 @@ class Completion(Transfer):
         self._event.set()
 
     def fail(self, error: BaseException) -> None:
-        """Complete with an error, which every wait raises."""
+        """Complete with `error`. Every `wait` raises it."""
         self.error = error
         self._event.set()
 
@@ -65,8 +65,8 @@ COMPLETED.complete()
 
 
 def wait_quietly(transfer: Transfer) -> None:
-    """Wait until a transfer is complete, and drop its error. Raises MemoryError if the wait itself lacks memory: the
-    transfer may still use its buffers then."""
+    """Wait until a transfer is complete, and ignore its error. Raises MemoryError if the wait itself runs out of
+    memory; the transfer may then still use its buffers."""
     try:
         transfer.wait()
     except Exception as error:
@@ -76,7 +76,7 @@ def wait_quietly(transfer: Transfer) -> None:
 
 
 def wait_all(transfers: Iterable[Transfer | None]) -> None:
-    """Wait for all transfers, also after one fails. Then raise the first error. None in `transfers` is skipped."""
+    """Wait for all transfers, even if some fail, then raise the first error. Skip each None in `transfers`."""
     first: Exception | None = None
     for transfer in transfers:
         try:
@@ -118,7 +118,7 @@ class SharedWork(Transfer):
         return self._work is None
 
     def run(self) -> None:
-        """Do the work if no thread has done it yet. Raises no error of the work; `wait` does."""
+        """Do the work if no thread has done it yet. An error of the work is raised by `wait`, not here."""
         with self._lock:
             if self._work is None:
                 return
@@ -156,8 +156,8 @@ class Worker:
         self._queue.put(work)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Run all submitted callables, then stop the thread. Wait for that at most `timeout_s` seconds; None: no
-        limit."""
+        """Stop the thread after all submitted callables. Wait at most `timeout_s` seconds for the end of the thread;
+        None: no limit."""
         self._queue.put(None)
         self._thread.join(timeout_s)
 
@@ -173,7 +173,7 @@ class FailureLatch:
     """Remembers the first failure of a component. Any thread.
 
     The component calls `set` when it fails, and `check` before each use. Each function that the user calls runs inside
-    `surfacing`, which replaces the first error by the original failure behind it."""
+    `surfacing`: the first error that the user gets is the original failure; later errors are raised unchanged."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -189,8 +189,8 @@ class FailureLatch:
                 self.error = error
 
     def check(self, refusal: Callable[[BaseException], str] | None = None) -> None:
-        """Raise if a failure is remembered: the original error, or with `refusal` an EngineFailedError. Its text is
-        `refusal(error)`, and its cause the original error."""
+        """If a failure is remembered, raise it. With `refusal`, raise an EngineFailedError instead: its text is
+        `refusal(error)`, and its cause is the remembered error."""
         if self.error is None:
             return
         if refusal is None:
@@ -199,16 +199,16 @@ class FailureLatch:
 
     @contextmanager
     def surfacing(self) -> Iterator[None]:
-        """Wrap an entry point. Replace the first error raised inside by the original failure behind it (see
-        `root_cause`). Raise later errors unchanged, until `has_surfaced` is reset."""
+        """Return a context manager for a function that the user calls. It replaces the first error raised inside by its
+        `root_cause`. It raises later errors unchanged, until `has_surfaced` is reset."""
         try:
             yield
         except Exception as error:
             self.surface(error)
 
     def surface(self, error: Exception) -> NoReturn:
-        """Raise the original failure behind `error` at the first call, and `error` itself at later calls. Call this
-        where `error` is handled."""
+        """Raise the `root_cause` of `error` at the first call, and `error` itself at later calls. Call this in the
+        `except` block that has caught `error`."""
         has_surfaced, self.has_surfaced = self.has_surfaced, True
         if has_surfaced or (cause := root_cause(error)) is error:
             raise  # the error that is being handled
@@ -216,7 +216,7 @@ class FailureLatch:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return the original failure behind an EngineFailedError. Return any other error unchanged."""
+    """Return the original failure that caused an EngineFailedError. Return any other error unchanged."""
     while isinstance(error, EngineFailedError) and isinstance(error.__cause__, TieredZeroError):
         if isinstance(error.__cause__, EngineFailedError) and error.__cause__.__cause__ is None:
             break  # of a component that was latched without a failure: the refusal says what to do

@@ -29,7 +29,7 @@ from tiered_zero.io.engine import (
 _MAX_BLOCKS_A_CALL = 4  # more than one, to take the GIL less often
 
 _MAX_TRIES = 16
-"""Tries without progress before a transfer fails; together they last about a second."""
+"""The number of tries without progress before a transfer fails. They last about a second together."""
 
 
 @final
@@ -123,8 +123,8 @@ class AiofilesEngine(IOEngine):
         transfer.finish()
 
     async def _carry_out(self, transfer: AiofilesTransfer, start: int, view: memoryview) -> None:
-        """Carry out the part `view` of a request, once a worker is free. `start`: its first byte in the request. An
-        error goes to the transfer."""
+        """Carry out one part of a request, once a worker is free. `view`: the part's memory. `start`: the part's first
+        byte in the request. An error is stored in the transfer."""
         request = transfer.request
         await self._take_worker(request.urgent)
         transfer.moved_s = self.moved_s = time.monotonic()
@@ -177,8 +177,7 @@ class AiofilesEngine(IOEngine):
         file.drop_pages(offset, len(view))
 
     def _stop(self, idle: bool) -> None:
-        """End the executor and the loop. `idle`: whether no request is stuck; if one is, do not wait until the threads
-        end."""
+        """End the executor and the loop. `idle`: True if no request is stuck; then also wait until the threads end."""
         self._executor.shutdown(wait=idle, cancel_futures=True)
         with suppress(RuntimeError):  # the loop is closed: a second Ctrl-C interrupted an earlier stop
             self._loop.call_soon_threadsafe(self._end_loop)

@@ -28,7 +28,7 @@ from tiered_zero.system import Descriptor, opened
 @dataclass(frozen=True, kw_only=True)
 class IOSettings:
     """The `aio` section of the configuration. `block_size`: bytes per system call. `queue_depth` x
-    `intra_op_parallelism`: the number of workers, and so of system calls in flight; 32 at most."""
+    `intra_op_parallelism`, at most 32: the number of workers, and so of system calls in flight."""
 
     # 2 MiB x 8 is within 5% of the best on an idle machine; a training step takes 3..7% less time with 4 MiB x 16
     block_size: int = 4 * MIB
@@ -121,7 +121,7 @@ def errno_text(code: int) -> str:
 
 
 def errno_advice(code: int) -> str:
-    """Return what a user can do about an error of a file."""
+    """Return advice for the user about the errno `code` of a file operation."""
     return _ADVICE.get(code, _ADVICE_ELSE)
 
 
@@ -140,8 +140,8 @@ def file_error(act: str, path: str, code: int) -> TransferError:
 
 
 def transfer_error(request: Request, at: int, wanted: int, got: int, code: int) -> TransferError:
-    """Return the error of a request that failed with errno `code`, after its block at offset `at` had moved `got` of
-    `wanted` bytes."""
+    """Return the error of a request that failed with errno `code`. `at`: the file offset of the block that failed.
+    `wanted`, `got`: the bytes of this block, and how many of them were moved."""
     if request.kind == "sync":
         what = f"sync of {request.path} failed"
         advice = "Writes since the last sync may be lost: resume from the last checkpoint."
@@ -183,8 +183,8 @@ _POLL_S = 0.005
 
 
 class File:
-    """An open file of an engine. Offsets, lengths and memory addresses of its requests are multiples of `alignment`.
-    `drain`: waits until no request of the file is in flight; returns False if one is stuck."""
+    """An open file of an engine. Offsets, lengths and memory addresses of requests are multiples of `alignment`.
+    `drain`: called by `close`; waits until no request of the file is in flight, and returns False if one is stuck."""
 
     def __init__(
         self, path: str, fd: Descriptor, *, alignment: int, direct: bool, drain: Callable[[File], bool]
@@ -203,7 +203,7 @@ class File:
             raise file_error(act, self.path, error.errno or errno.EIO) from error
 
     def _fallocate(self, nbytes: int) -> bool:
-        """Allocate blocks up to `nbytes`. Return False if the file system cannot do this."""
+        """Reserve disk blocks up to `nbytes`. Return False if the file system does not support this."""
         try:
             os.posix_fallocate(self.fd, 0, nbytes)
         except OSError as error:
@@ -214,7 +214,7 @@ class File:
         return True
 
     def _fill_with_zeros(self, nbytes: int) -> None:
-        """Reserve blocks by writing zeros from the file's present end on."""
+        """Reserve disk blocks up to `nbytes`: write zeros from the present end of the file on."""
         position, end = (align_up(size, self.alignment) for size in (self.size_nbytes(), nbytes))
         with mmap.mmap(-1, MIB) as zeros, memoryview(zeros) as view:
             while position < end:
@@ -265,8 +265,8 @@ class IOTransfer(Transfer):
 
     @abstractmethod
     def progressed_s(self) -> float:
-        """Return the time.monotonic() at which the request last made progress; for a queued request, at which the
-        engine last did."""
+        """Return the time.monotonic() of the request's last progress. For a queued request, return that of the engine's
+        last progress."""
 
     def wait(self) -> None:
         self.engine.check_process(self.request.path)
@@ -288,8 +288,8 @@ class IOTransfer(Transfer):
 
 
 class IOEngine(ABC):
-    """Moves bytes between files and caller-owned memory, asynchronously. Any thread may submit requests, but not a
-    forked child. The first failure latches the engine: every later submission raises that failure again."""
+    """Moves bytes between files and caller-owned memory, asynchronously. Any thread may submit requests; a forked child
+    may not. The first failure latches the engine: every later submission raises that failure again."""
 
     name: str
 
@@ -318,8 +318,8 @@ class IOEngine(ABC):
         return File(path, fd, alignment=self.alignment, direct=self.direct, drain=self._drain)
 
     def read(self, file: File, offset: int, into: memoryview, *, urgent: bool = False) -> IOTransfer:
-        """Start to read from `offset` on, until `into` is full. `urgent`: workers take this read first, and all other
-        requests wait. The caller must limit the number of urgent reads."""
+        """Start to read from `offset` on, until `into` is full. `urgent`: workers take this read before all requests
+        that are not urgent. The caller must limit the number of urgent reads."""
         if into.readonly:
             raise TransferError(f"read at offset {offset} of {file.path}: the memory to read into is read-only")
         return self._submit("read", file, offset, into, urgent)
@@ -341,11 +341,11 @@ class IOEngine(ABC):
         ]
 
     def drain(self) -> None:
-        """Wait until all requests submitted before this call are complete, or one is stuck."""
+        """Wait until all requests that were submitted before this call are complete. Return early if one is stuck."""
         self._drain()
 
     def close(self) -> None:
-        """Finish what is in flight, and stop the workers. Idempotent."""
+        """Wait for the requests in flight, and stop the workers. Idempotent."""
         self._closed = True
         if not self._stopped:  # also after a second Ctrl-C interrupted the wait
             idle = self._drain()
@@ -354,7 +354,7 @@ class IOEngine(ABC):
             self._stopped = True
 
     def stall(self, transfer: IOTransfer) -> TransferError:
-        """Latch the engine, and return the error of a request without progress."""
+        """Latch the engine, because `transfer` makes no progress, and return the error to raise."""
         request = transfer.request
         error = TransferError(
             f"{request.kind} of {request.nbytes} bytes at offset {request.offset} of {request.path} made no progress "
@@ -372,7 +372,7 @@ class IOEngine(ABC):
 
     @abstractmethod
     def _start(self, file: File, request: Request, view: memoryview) -> IOTransfer:
-        """Give a checked request to the workers, and add its transfer to `_unfinished`."""
+        """Queue a checked request for the workers. Add its transfer to `_unfinished`, and return it."""
 
     @abstractmethod
     def _stop(self, idle: bool) -> None:

@@ -161,7 +161,7 @@ class NativeEngine(IOEngine):
         return transfer
 
     def _check_usable(self, file: File) -> None:
-        """Raise if the engine or the file cannot be used. First remove finished transfers from `_unfinished`."""
+        """Remove finished transfers from `_unfinished`, then raise if the engine or the file cannot be used."""
         if not self._closed and self._pid == os.getpid():
             failed = self.library.failed(self.pool)  # after a failure all of them, else the oldest two
             for transfer in list(self._unfinished) if failed else self._oldest():
@@ -181,8 +181,8 @@ class NativeEngine(IOEngine):
 
 
 def _end_pool(pid: int, library: _Library, pool: ctypes.c_void_p, still_open: list[ctypes.c_void_p]) -> None:
-    """Free `pool`, the thread pool of an engine that was freed. If `still_open` holds the pool, first stop its threads.
-    Do nothing in a process other than `pid`."""
+    """Free the thread pool of a collected engine. `still_open`: holds the pool if its threads must be stopped first; []
+    if they are stopped. Do nothing in a process other than `pid`."""
     if pool and os.getpid() == pid:
         while still_open:
             library.close_pool(still_open.pop(), 0)

@@ -33,7 +33,7 @@ _LOCAL = frozenset(
     "bcachefs btrfs devtmpfs erofs exfat ext2 ext3 ext4 f2fs fuseblk hfsplus jffs2 jfs msdos nilfs2 ntfs ntfs3 overlay "
     "ramfs reiserfs tmpfs ubifs udf vfat xfs zfs".split()
 )
-"""File systems to which only one kernel writes. On any other, locks of another machine may be invisible."""
+"""File systems that only one machine writes to. On all others, locks of another machine may be invisible."""
 
 _WARNINGS = {
     "tmpfs": "is RAM-backed (tmpfs): what is swapped there takes host memory, and nothing is gained",
@@ -250,8 +250,8 @@ _MOST_ROUNDS, _LEAST_TRIAL_S = 3, 0.4
 
 
 def fill_file(path: str, nbytes: int, seconds: float = math.inf) -> int:
-    """Create a file of random bytes, mode 0600, to measure reads with. Return its size: `nbytes` rounded down to MiB,
-    or what was written when `seconds` were over."""
+    """Create a file of random bytes (mode 0600) for measuring reads. Stop at `nbytes`, rounded down to MiB, or after
+    about `seconds`. Return the size of the file."""
     end_s = time.perf_counter() + seconds
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     with open(fd, "wb") as file:
@@ -268,9 +268,9 @@ def fill_file(path: str, nbytes: int, seconds: float = math.inf) -> int:
 
 
 def weigh_directories(engine: IOEngine, directories: Sequence[Path], nbytes: int) -> list[float]:
-    """Measure directories with temporary files. Return each one's share of `nbytes`, in proportion to its speed; the
-    shares sum to 1. Shares are equal if the highest rate is at most a quarter above the lowest. Raises TransferError,
-    OSError."""
+    """Measure the speed of directories with temporary files. Return each directory's share of the data, in proportion
+    to its speed; the shares sum to 1. All shares are equal if the highest rate is at most a quarter above the lowest.
+    Raises TransferError, OSError."""
     size_nbytes = min(_WEIGHED_NBYTES, align_up(nbytes // len(directories), MIB))
     rates = []
     for directory in directories:
@@ -286,8 +286,8 @@ def weigh_directories(engine: IOEngine, directories: Sequence[Path], nbytes: int
 
 
 def measure_modes(engine: IOEngine, path: str, nbytes: int, seconds: float) -> dict[str, float]:
-    """Measure the bytes/s of reading, writing, and both at once, in about `seconds` together. The first `nbytes` of the
-    existing file `path` are overwritten. Raises TransferError."""
+    """Measure the rates of reading, writing, and both at once, in bytes/s. All measurements together take about
+    `seconds`. Overwrites the first `nbytes` of the existing file `path`. Raises TransferError."""
     rounds = max(1, min(_MOST_ROUNDS, int(seconds / len(MODES) / _LEAST_TRIAL_S)))
     trial_s = seconds / len(MODES) / rounds
     found = [[measure_rate(engine, path, nbytes, mode, trial_s) for mode in MODES] for _ in range(rounds)]
@@ -306,11 +306,11 @@ def measure_rate(
     one_memory: bool = False,
     read_share: float = 0.5,
 ) -> float:
-    """Measure the bytes/s at which the first `nbytes` of an existing file are read, overwritten, or both. `mode`:
-    "read", "write" or "mixed".
+    """Measure the rate, in bytes/s, of reading or overwriting the first `nbytes` of an existing file. `mode`: "read",
+    "write" or "mixed" (both).
 
-    Keeps `num_in_flight` requests in flight for `seconds`. `one_memory`: all requests use the same memory.
-    `read_share`: share of reads in the bytes of "mixed". Raises TransferError."""
+    Keeps `num_in_flight` requests in flight for `seconds`. `one_memory`: whether all requests use the same memory.
+    `read_share`: the share of reads, from 0 to 1, in the mode "mixed". Raises TransferError."""
     request_nbytes = min(request_nbytes, nbytes // num_in_flight // PAGE_NBYTES * PAGE_NBYTES)
     # huge pages: O_DIRECT pins each page of a transfer, and a device takes a limited number of pieces at once. With
     # pages of 4 KiB one virtio disk read at 0.4 of the rate.

@@ -1,11 +1,11 @@
-"""Write and read the data files of a store: spread it over several files, append records to a new file, and verify
+"""Write and read the data files of a store: spread a store over several files, append records to a new file, verify
 checksums.
 
 A store has one data file in each of its directories. Its bytes are cut into stripes; a faster disk gets more of them.
 
-A read is cut into windows: pieces of records that fit into a buffer. The disk reads windows ahead, a thread verifies
-one, and the caller copies the one before it. Through these buffers, which stay in the processor's cache, 1.6 GB take
-0.59 s; straight into the destination they take 0.72 s."""
+A read is cut into windows: pieces of records that fit into a buffer. At the same time the disk reads the next windows,
+a thread verifies one, and the caller copies the previous one. The buffers stay in the processor's cache: a read of
+1.6 GB takes 0.59 s, and 0.72 s if the disk writes straight into the destination."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ PieceRequest = Callable[[File, int, memoryview], IOTransfer]
 
 
 class StripePiece(NamedTuple):
-    """Bytes of a store that lie in one piece: `nbytes` bytes at `file_offset` of the file number `file_index`."""
+    """Contiguous bytes of a store in one file: `nbytes` bytes at `file_offset` of the file number `file_index`."""
 
     file_index: int
     file_offset: int
@@ -80,7 +80,7 @@ class Stripes:
         self._ranks = [self._turn[:place].count(index) for place, index in enumerate(self._turn)]
 
     def pieces(self, offset: int, nbytes: int) -> Iterator[StripePiece]:
-        """Yield the addresses `[offset, offset + nbytes)` in order, cut into pieces that lie in one file each."""
+        """Cut the addresses `[offset, offset + nbytes)` into pieces that lie in one file each. Yield them in order."""
         if len(self.weights) == 1:
             yield StripePiece(0, offset, nbytes)
             return
@@ -191,8 +191,8 @@ class StripedFiles:
 
 
 def check_data_files(paths: Sequence[Path], stripes: Stripes, capacity_nbytes: int) -> None:
-    """Check the data file in each of the directories `paths`. Raises StoreError if one is missing, too short or of
-    another user, or if the number of paths is wrong."""
+    """Check the data file in each of the directories `paths`. Raises StoreError if a file is missing, too short or
+    owned by another user, or if the number of paths is wrong."""
     if len(paths) != len(stripes.weights):
         raise StoreError(f"{paths[0]}: the state is striped over {len(stripes.weights)} paths; found {len(paths)}.")
     for path, nbytes in zip(paths, stripes.file_nbytes(capacity_nbytes), strict=True):
@@ -223,7 +223,7 @@ NUM_BUFFERS: Final = 12
 """The number of read buffers, 24 MiB together. A load takes 11% longer with 8 buffers, and 9% longer with 16."""
 
 _READ_BLOCKS: Final = IOSettings(block_size=MIB)
-"""Blocks of 1 MiB for reads. With 4 MiB a load is slower: a late block delays all windows behind it."""
+"""Reads use blocks of 1 MiB. A load is slower with 4 MiB: a late block delays all windows behind it."""
 
 
 @final
@@ -238,7 +238,7 @@ class RecordFiles:
 
 class Wanted(NamedTuple):
     """A request for the bytes `[start, stop)` of the record `name` in store number `store`. `take(at, memory)`: called
-    with each part of these bytes. `memory` holds the bytes from `start + at` on, during the call only."""
+    for each part of these bytes. `memory` holds the part from byte `start + at` on; it is valid during the call."""
 
     store: int
     name: str
@@ -250,7 +250,7 @@ class Wanted(NamedTuple):
 @final
 @dataclass(eq=False, kw_only=True)
 class Reading:
-    """The requests of one call of `submit`. `num_left`: the number of calls of `take` that are still to come."""
+    """The requests of one `submit` call. `num_left`: the number of `take` calls that have not been made yet."""
 
     num_left: int = 0
 
@@ -273,9 +273,9 @@ class Broken:
 @final
 @dataclass(eq=False, kw_only=True)
 class _Window:
-    """A span (bytes of a record that lie in one piece) and the buffer into which it is read. `wanted`: the requests for
-    its bytes, each with its `Reading`. `verified`: completes when the span is read and verified. `broken`: its damaged
-    ranges, known after `verified`."""
+    """A span (contiguous bytes of a record) and the buffer into which it is read. `wanted`: the requests for bytes of
+    the span, each with its `Reading`. `verified`: completes when the span is read and verified. `broken`: the damaged
+    ranges of the span, known after `verified`."""
 
     store: int
     name: str
@@ -290,7 +290,7 @@ class _Window:
         return self.store, self.span.address
 
     def give(self, reading: Reading, one: Wanted) -> None:
-        """Call `take` of the request `one` with its bytes from this window."""
+        """Pass this window's part of the request `one` to its `take`."""
         assert self.buffer is not None, "the window was read"
         start, stop = max(self.span.start, one.start), min(self.span.end, one.stop)
         one.take(start - one.start, self.buffer[start - self.span.start : stop - self.span.start])
@@ -299,7 +299,7 @@ class _Window:
 
 @final
 class RecordReader:
-    """Reads and verifies records of several stores (sets of data files). One thread calls it. Call `close` at the
+    """Reads and verifies records of several stores (sets of data files). One thread uses it, and calls `close` at the
     end."""
 
     def __init__(self, stores: Sequence[RecordFiles], engine: IOEngine | None = None) -> None:
@@ -321,12 +321,12 @@ class RecordReader:
 
     @property
     def extents(self) -> dict[tuple[int, str], int]:
-        """Maps (store, record) to the size of the record's slot in bytes."""
+        """(store number, record name) -> the size of the record's slot in bytes."""
         return {(at, name): one.extent_nbytes for at, own in enumerate(self._records) for name, one in own.items()}
 
     def submit(self, wanted: Iterable[Wanted]) -> Reading:
-        """Begin to read the bytes of all requests, in the order in which they lie in the files. Raises TransferError,
-        and StoreError for bytes that were never written."""
+        """Begin to read all requests, in the order of their bytes in the files. Return a handle for `wait`. Raises
+        TransferError, and StoreError for bytes that were never written."""
         reading = Reading()
         found: list[tuple[tuple[int, int], Span, Wanted]] = []
         for one in wanted:
@@ -400,15 +400,15 @@ class RecordReader:
         return spans[first : bisect_left(spans, stop, lo=first, key=attrgetter("start"))]
 
     def _queue(self, store: int, name: str, span: Span) -> _Window:
-        """Return the window of a span. A new window is queued, to be read once a buffer is free."""
+        """Return the window of a span. If there is none, queue a new one; it is read once a buffer is free."""
         window = _Window(store=store, name=name, span=span)
         if (queued := self._windows.setdefault(window.key, window)) is window:
             self._queued.append(window)
         return queued
 
     def _take_next(self) -> list[Broken]:
-        """Wait for the oldest window that is being read. Return its damaged ranges. Without damage, pass its bytes to
-        the requests."""
+        """Wait for the oldest window that is being read, and return its damaged ranges. If there are none, pass its
+        bytes to the requests."""
         window = self._begun[0]
         assert window.verified is not None and window.buffer is not None, "begun windows have both"
         window.verified.wait()
@@ -425,7 +425,7 @@ class RecordReader:
         return window.broken
 
     def _read_ahead(self) -> None:
-        """Begin to read queued windows, as many as there are buffers for."""
+        """Begin to read queued windows while there is a buffer for the next one."""
         if self._queued and self._worker is None:
             memory = memoryview(map_memory(NUM_BUFFERS * BUFFER_NBYTES, "MADV_DONTFORK", "MADV_HUGEPAGE"))
             self._free = [memory[start : start + BUFFER_NBYTES] for start in range(0, len(memory), BUFFER_NBYTES)]
@@ -462,7 +462,7 @@ class RecordReader:
         self._worker.submit(window.verified.run)
 
     def _broken(self, window: _Window, start: int, nbytes: int, reason: str) -> Broken:
-        """Return a fault in `nbytes` bytes of the window's record, from byte `start` of the record on."""
+        """Return a `Broken` for `nbytes` bytes of the window's record, from byte `start` of the record on."""
         at, store = window.span.address + start - window.span.start, window.store
         path, offset = self._stripes[store].locate(self._stores[store].paths, at)
         return Broken(record=window.name, path=path, offset=offset, nbytes=nbytes, reason=reason)
@@ -474,8 +474,8 @@ class RecordReader:
 @final
 @dataclass(eq=False, kw_only=True)
 class _Appended:
-    """A record that is being written, from byte `offset` of the file on. `parts`: for each append a list, to which a
-    thread adds the ranges with their checksums."""
+    """A record that is being written, from byte `offset` of the file on. `parts`: one list for each `append`. The
+    checksum thread fills it with the ranges that were written."""
 
     offset: int
     nbytes: int = 0
@@ -484,8 +484,8 @@ class _Appended:
 
 @final
 class RecordWriter:
-    """Appends records to one data file. One thread calls it. To keep the file, call `finish` and then `wait_durable`;
-    to give it up, call `close` alone."""
+    """Appends records to one data file. One thread uses it. To keep the file, call `finish` and then `wait_durable`; to
+    abandon it, call `close` alone."""
 
     def __init__(self, path: Path, engine: IOEngine | None = None, *, needed_nbytes: int = 0) -> None:
         """`path`: the data file; the first `append` makes it. `engine`: writes the file; None: the first `append`
@@ -499,9 +499,9 @@ class RecordWriter:
         self._hashing: Worker | None = None
 
     def append(self, name: str, memory: memoryview) -> Transfer:
-        """Start to write `memory` (whole pages, page-aligned) as the next bytes of the record `name`, which is new or
-        the last one. The memory must not change until the transfer is done. Raises TransferError, and ConfigError if no
-        I/O engine works."""
+        """Start to write `memory` (whole pages, page-aligned) to the end of the record `name`: a new record, or the one
+        that was appended to last. The memory must not change until the transfer is done. Raises TransferError, and
+        ConfigError if no I/O engine works."""
         nbytes = len(memory)
         if nbytes == 0 or nbytes % PAGE_NBYTES or memory_address(memory) % PAGE_NBYTES:
             raise InternalError(f"a data file takes whole pages; found {nbytes} bytes at {memory_address(memory):#x}")
@@ -554,8 +554,8 @@ class RecordWriter:
             self._engine.close()
 
     def _opened(self, nbytes: int) -> tuple[IOEngine, File, Worker]:
-        """Return the engine, the file and the checksum thread, made at the first call. Reserve blocks for `nbytes`
-        more."""
+        """Return the engine, the file and the checksum thread. The first call makes them. Reserve disk blocks for
+        `nbytes` more."""
         if self._engine is None:
             self._engine = select_engine(self._path.parent).engine
         if self._file is None:
@@ -571,8 +571,8 @@ class RecordWriter:
 
 
 def _hash(memory: memoryview, start: int, ranges: list[Range], completion: Completion) -> None:
-    """Add the ranges of `memory`, with checksums, to `ranges`. Then complete `completion`, or fail it with the error.
-    `memory`: a record's bytes from `start` on."""
+    """Compute the checksums of `memory`, and add its ranges to `ranges`. Then complete `completion`, or fail it with
+    the error. `memory`: a record's bytes from `start` on."""
     try:
         ranges.extend(hashed(cut(Range(start, start + len(memory), 0, None)), memory, start))
     except BaseException as error:  # the transfer carries the error; the thread goes on

@@ -110,7 +110,7 @@ def read_owner(path: Path) -> Owner:
 @final
 @dataclass(kw_only=True)
 class _Hold:
-    """One directory of a run, with its lock: the open and locked `owner.json`."""
+    """One directory of a run, and its lock (the open and locked `owner.json`)."""
 
     path: Path
     directory: Descriptor = CLOSED  # files are removed through it: another directory may have got the name since
@@ -133,7 +133,7 @@ class _Hold:
         write_and_sync(self.lock, [owner.encode()])
 
     def remove(self) -> None:
-        """Remove the directory with its files. Raises OSError."""
+        """Remove the directory and its files. Raises OSError."""
         if not self.directory.closed:
             try:
                 remove_files(self.directory, last=OWNER_NAME)  # last: it marks a half-removed directory as a run's
@@ -257,7 +257,7 @@ def _this_process(run_id: str, model: str, note: str, paths: Sequence[str]) -> O
 
 
 def _lock_failure(error: OSError) -> str:
-    """Return why a directory's lock could not be taken, and what to do."""
+    """Return a text for the user: why a directory's lock could not be taken, and what to do."""
     if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
         return f"its file system has no locks ({error_text(error)}); name a directory on a local disk"
     return error_text(error)
@@ -287,8 +287,8 @@ def _leave(pid: int, holds: list[_Hold], delete: bool) -> None:
 
 
 def make_missing(groups: Mapping[tuple[str, ...], str]) -> None:
-    """Make the missing swap directories and their parents (mode 0700). `groups`: the directories of each store -> the
-    config's key that names them. Raises ConfigError."""
+    """Make the swap directories of each store that has none yet, and their parents (mode 0700). `groups`: the
+    directories of each store -> the config key that names them. Raises ConfigError."""
     for group, key in groups.items():
         paths = [Path(path) for path in group]
         if not any(path.exists() for path in paths):
@@ -332,7 +332,7 @@ class RunInfo:
     `state`: "alive", "dead" or "unknown". `nbytes`: what the directory takes on disk. `age_s`: the seconds since a
     process made or took over the directory. `pid`: the process that the owner file names; 0 if unknown. `step`: the
     step of the last commit; None without a commit. `resumable`: whether the directory may hold a state to resume.
-    `own`: whether this user owns it and can read it."""
+    `own`: whether this user owns the directory and can read it."""
 
     run_id: str
     path: Path
@@ -353,7 +353,7 @@ class RunInfo:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Collected:
-    """What `collect_garbage` did with one run, or would do without `dry_run`. `reason`: why."""
+    """What `collect_garbage` did with one run, or would do without `dry_run`. `reason`: why it did so, as text."""
 
     run: RunInfo
     removed: bool
@@ -375,8 +375,8 @@ def list_runs(parent: Path) -> list[RunInfo]:
 
 
 def leftover_notices(parents: Iterable[str], adopted: Container[Path] = ()) -> list[str]:
-    """Return one line for each of the directories `parents` that holds files of ended runs. `adopted`: directories of
-    the run that is resumed, which are skipped."""
+    """Return a message for each of the directories `parents` that holds files of ended runs. `adopted`: directories
+    that this run has taken over; they are skipped."""
     lines = []
     for parent in dict.fromkeys(parents):
         runs: list[RunInfo] = []
@@ -398,8 +398,8 @@ def leftover_notices(parents: Iterable[str], adopted: Container[Path] = ()) -> l
 
 
 def clear_restarted(parents: Iterable[str], note: str) -> None:
-    """Remove the directories that a launch's earlier processes have left, except those with committed state. Called
-    when the launch is restarted. `note`: the launch's name, as in `owner.json`."""
+    """Remove the directories of ended processes of this launch (such as a torchrun job), except those with committed
+    state. Called when the launch is restarted. `note`: the launch's name, as in `owner.json`."""
     for parent in dict.fromkeys(parents):
         with suppress(StoreError):  # the directory cannot be read: using it will raise
             collect_garbage(Path(parent), note=note)
@@ -450,9 +450,9 @@ def _collect(run: RunInfo, dry_run: bool, committed: bool, unknown: bool) -> Col
 
 
 def _take_lock(dir_fd: int, unknown: bool) -> Descriptor:
-    """Lock a run's `owner.json`, so that no other process takes the run over. Return `CLOSED` if there is no file.
-    Raises StoreError if another process holds the lock. `unknown`: whether to return `CLOSED`, too, if the file cannot
-    be opened or locked for another reason; False raises OSError or StoreError."""
+    """Lock a run's `owner.json`, so that no other process takes the run over, and return the lock. Return `CLOSED` if
+    there is no such file. Raises StoreError if another process holds the lock. `unknown`: what to do if the file cannot
+    be opened or locked for another reason: True returns `CLOSED`, False raises OSError or StoreError."""
     try:
         return lock_file(OWNER_NAME, dir_fd)
     except FileNotFoundError:
@@ -466,8 +466,7 @@ def _take_lock(dir_fd: int, unknown: bool) -> Descriptor:
 
 
 def _refusal(run: RunInfo, committed: bool, unknown: bool) -> str | None:
-    """Return why a run is kept; None if it may be removed. `committed`: whether runs that can be resumed may be
-    removed. `unknown`: whether runs that may be alive may be removed."""
+    """Return why a run must be kept; None if it may be removed. `committed`, `unknown`: as for `collect_garbage`."""
     if not run.own or run.state == "alive" or (run.state == "unknown" and not unknown):
         return run.reason
     if run.resumable and not committed:
@@ -499,8 +498,8 @@ def _inspect(path: Path, name: str, parent_fd: int, locked: bool | None = None) 
 
 
 def _inspect_open(run: RunInfo, fd: int, locked: bool | None) -> RunInfo:
-    """Return `run` with its owner, state and last commit, from its open directory `fd`. `locked`: whether another
-    process holds the run's lock; None: find out. Raises OSError, StoreError."""
+    """Return a copy of `run` with what its open directory `fd` says: owner, state, last commit. `locked`: whether
+    another process holds the run's lock; None: find out. Raises OSError, StoreError."""
     owner, unreadable = None, "there is none"
     try:
         owner = read_owner_at(fd)
@@ -517,7 +516,7 @@ def _inspect_open(run: RunInfo, fd: int, locked: bool | None) -> RunInfo:
 
 
 def _committed_state(run: RunInfo, fd: int) -> tuple[int | None, bool]:
-    """Return the last committed step, and whether the run may be resumed; (None, True) if the commit cannot be read."""
+    """Return `RunInfo.step` and `RunInfo.resumable` of a run; (None, True) if its commit cannot be read."""
     first = Path(run.paths[0])
     try:
         committed, prepared = manifest.load_at(fd, first) if first == run.path else manifest.load(first)
@@ -528,8 +527,8 @@ def _committed_state(run: RunInfo, fd: int) -> tuple[int | None, bool]:
 
 
 def _liveness(run: RunInfo, fd: int, owner: Owner | None, locked: bool | None, unreadable: str) -> tuple[str, str]:
-    """Return `RunInfo.state` and `RunInfo.reason`. `locked`: whether another process holds the run's lock; None: find
-    out. `unreadable`: why the owner file could not be read, if `owner` is None."""
+    """Return `RunInfo.state` and `RunInfo.reason` of a run. `owner`: None if the owner file cannot be read, for the
+    reason `unreadable`. `locked`: whether another process holds the run's lock; None: find out."""
     try:
         if is_locked(OWNER_NAME, fd) if locked is None else locked:
             return "alive", f"process {owner.pid} on {owner.host} holds its lock" if owner else "its lock is held"

@@ -31,7 +31,7 @@ _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 
 def kind_text(mode: int) -> str:
-    """Return the kind of a file for messages, such as "a directory". `mode`: the file's st_mode."""
+    """Name the kind of a file, such as "a directory", for messages. `mode`: the file's st_mode."""
     kinds = {stat.S_IFREG: "a file", stat.S_IFDIR: "a directory", stat.S_IFLNK: "a symbolic link"}
     return kinds.get(stat.S_IFMT(mode), "no file")
 
@@ -96,7 +96,7 @@ def names_in(dir_fd: int) -> list[str]:
 
 
 def disk_nbytes(dir_fd: int) -> int:
-    """Return the bytes of the disk blocks that the directory's entries take."""
+    """Return the disk space, in bytes, of the files in an open directory."""
     total = 0
     for name in names_in(dir_fd):
         with suppress(FileNotFoundError):
@@ -199,8 +199,8 @@ def discard_file(path: Path) -> None:
 
 
 def remove_files(dir_fd: int, last: str = "") -> None:
-    """Remove all files and empty directories in an open directory, `last` after all others. If one cannot be removed,
-    remove the others except `last`, then raise the first OSError."""
+    """Remove all files and empty directories in an open directory; remove the file `last` after all others. If an entry
+    cannot be removed, keep `last`, remove the rest, and raise the first OSError."""
     failure: OSError | None = None
     for name in names_in(dir_fd):
         if name != last:
@@ -232,10 +232,10 @@ VERSION: Final = 5
 """The format version of every file. Files of other versions are refused."""
 
 MOST_NBYTES: Final = 1 << 28
-"""Limit of a file's size. A checksum takes about 45 bytes, so this is enough for several TiB of state."""
+"""The largest size of a file, in bytes. A checksum takes about 45 bytes: enough for several TiB of state."""
 
 MOST_INTEGER: Final = 2**63 - 1
-"""Limit of offsets, sizes and steps, which are signed 64-bit integers."""
+"""The largest offset, size or step: these are signed 64-bit integers."""
 
 Count = Annotated[int, Field(ge=0, le=MOST_INTEGER)]
 Digest = Annotated[int, Field(ge=0, le=2**64 - 1)]
@@ -296,7 +296,7 @@ class JsonFile(StrictModel):
 
 
 def first_problem(error: ValidationError) -> str:
-    """Return the first problem with its place, such as "tensors.master/w.dtype: Input should be a valid string"."""
+    """Return the first error and its place, such as "tensors.master/w.dtype: Input should be a valid string"."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(map(str, first["loc"]))
     return f"{ascii(where)[1:-1][:200]}: {first['msg']}" if where else first["msg"]

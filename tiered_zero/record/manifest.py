@@ -1,8 +1,8 @@
 """Define the manifest of a store (a set of data files): the durable table of its records and their checksums.
 
 The store's first directory has two files: `manifest`, the committed state, and `manifest.next`, a prepared one.
-Processes that commit together all prepare, wait for each other, and then confirm. So at any time there is a step that
-all their directories hold."""
+Processes that commit together all prepare, wait for each other, and then confirm. So at any time the directories of all
+processes hold the state of one common step."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ digest: Final[Callable[[bytes | bytearray | memoryview], int]] = xxhash.xxh3_64_
 
 
 class Span(NamedTuple):
-    """Bytes `[start, end)` of a record that lie in one piece, from `address` of the store on. `checks`: the ranges that
+    """Bytes `[start, end)` of a record that are contiguous in the store, from `address` on. `checks`: the ranges that
     lie whole in the span; only these can be verified."""
 
     address: int
@@ -139,7 +139,7 @@ class Span(NamedTuple):
 
 def locate(record: Record, ranges: Iterable[Range], start: int, end: int, most_nbytes: int | None = None) -> list[Span]:
     """Return where the bytes `[start, end)` of a record lie, as spans in order. `ranges`: the record's ranges that hold
-    these bytes. `most_nbytes`: the most bytes of a span that joins several ranges; None: no limit."""
+    these bytes. `most_nbytes`: the size limit of a span that joins several ranges; None: no limit."""
     spans: list[Span] = []
     for item in ranges:
         low, high = max(item.start, start), min(item.end, end)
@@ -159,8 +159,8 @@ def locate(record: Record, ranges: Iterable[Range], start: int, end: int, most_n
 
 
 def mismatches(checks: Iterable[Range], memory: memoryview, start: int) -> Iterator[tuple[Range, int]]:
-    """Verify the ranges `checks`. Yield each range that differs, and the checksum that was found. `memory`: the
-    record's bytes from `start` on."""
+    """Verify the ranges `checks`. Yield each range whose checksum differs, and the checksum of its bytes in `memory`,
+    which holds the record's bytes from `start` on."""
     for item in checks:
         if (found := digest(memory[item.start - start : item.end - start])) != item.digest:
             yield item, found
@@ -172,14 +172,14 @@ def hashed(pieces: Iterable[Range], memory: memoryview, start: int) -> list[Rang
 
 
 def is_same(kept: Sequence[Range], memory: memoryview, start: int) -> bool:
-    """Return whether a write of `memory` at byte `start` would leave the stored ranges `kept` unchanged."""
+    """Return whether `kept` (stored ranges) equal, in bounds and checksums, a write of `memory` at byte `start`."""
     pieces = cut(Range(start, start + len(memory), 0, None))
     return [item[:2] for item in kept] == [piece[:2] for piece in pieces] and not any(mismatches(kept, memory, start))
 
 
 @final
 class RangeMap:
-    """The written ranges of one record, disjoint and in order. The lock of `RecordTable` guards them."""
+    """The written ranges of one record, disjoint and in order. Use it under the lock of `RecordTable`."""
 
     def __init__(self, ranges: Iterable[Range] = ()) -> None:
         self._ranges = list(ranges)
@@ -216,8 +216,8 @@ def first_gap(ranges: Iterable[Range | Span], start: int, end: int) -> int | Non
 
 
 def other_slots(durable: Iterable[Range], start: int, end: int) -> Iterator[Range]:
-    """Yield the bytes `[start, end)` as ranges, each in a slot where a write overwrites no byte of the last commit.
-    `durable`: the ranges of the last commit that overlap `[start, end)`, in order."""
+    """Choose the slots for a write of the bytes `[start, end)`, so that it overwrites no byte of the last commit. Yield
+    ranges in order. `durable`: the ranges of the last commit that overlap `[start, end)`, in order."""
     for item in durable:
         if start < item.start:
             yield Range(start, item.start, 0, None)
@@ -229,7 +229,7 @@ def other_slots(durable: Iterable[Range], start: int, end: int) -> Iterator[Rang
 
 
 def join(ranges: Iterable[Range]) -> list[Range]:
-    """Join ranges of one slot that follow each other."""
+    """Join adjacent ranges of the same slot."""
     joined: list[Range] = []
     for item in ranges:
         if joined and joined[-1].slot == item.slot and joined[-1].end == item.start:
@@ -252,8 +252,8 @@ def cut(item: Range) -> Iterator[Range]:
 
 
 def load(directory: Path) -> tuple[Manifest | None, Manifest | None]:
-    """Return the committed and the prepared manifest; None for one that is absent. A damaged `manifest.next` is taken
-    as absent. Raises StoreError if `manifest` is damaged or the directory cannot be read."""
+    """Return the committed and the prepared manifest; None for one that is absent. A damaged `manifest.next` counts as
+    absent. Raises StoreError if `manifest` is damaged or the directory cannot be read."""
     try:
         with open_directory(directory) as fd:
             return load_at(fd, directory)
@@ -285,8 +285,7 @@ def choose(
 
 
 def load_at(dir_fd: int, directory: Path) -> tuple[Manifest | None, Manifest | None]:
-    """Return the committed and the prepared manifest of the open directory `dir_fd`; None for one that is absent, or a
-    prepared one that is damaged. `directory`: its path. Raises OSError, StoreError."""
+    """Like `load`, for the open directory `dir_fd`. `directory`: its path, for errors. Raises OSError, StoreError."""
     current = None
     with suppress(FileNotFoundError):
         current = _read(dir_fd, directory / MANIFEST_NAME)

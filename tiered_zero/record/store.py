@@ -50,10 +50,10 @@ from tiered_zero.system import OwnProcess, map_memory
 from tiered_zero.telemetry.spans import Recorder
 
 _TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
-"""Errors of a manifest's write after which the caller may try the commit again."""
+"""Errors of a manifest write after which the caller may retry the commit."""
 
 _STUCK_S = 5.0
-"""Seconds that `close` and `drain_all` wait for requests after a failure; a request may be stuck for ever."""
+"""How long `close` and `drain_all` wait for requests after a failure: a request may be stuck for ever."""
 
 
 @final
@@ -117,9 +117,9 @@ class SwapStore:
         checksums: Literal["all", "off"] = "all",
         recorder: Recorder | None = None,
     ) -> SwapStore:
-        """Open the last committed state of a run that has ended. `directory`: from `SwapDir.open`. `step`: open the
-        state of this step, committed or prepared. `metadata`: items that the state's metadata must have. Raises
-        StoreError if there is no such state, or a file is missing or damaged."""
+        """Open the state of a run that has ended. `directory`: from `SwapDir.open`. `step`: the step of the state,
+        committed or prepared; None: the last committed state. `metadata`: items that the state's metadata must have.
+        Raises StoreError if there is no such state, or a file is missing or damaged."""
         first = directory.paths[0]
         chosen, is_committed = choose(first, step, metadata)
         nbytes = chosen.capacity_nbytes
@@ -136,7 +136,7 @@ class SwapStore:
 
     @property
     def capacity_nbytes(self) -> int:
-        """The present size of all data files together."""
+        """The present size of all data files together, in bytes."""
         return self._table.extents.capacity_nbytes
 
     @property
@@ -339,8 +339,8 @@ class SwapStore:
         finish: Callable[[], None],
     ) -> Transfer:
         """Start one request, and return its transfer. `act`: IOEngine.read or IOEngine.write. `parts`: receives the
-        transfers of all pieces. `finish`: waits for `parts`. Then it verifies
-        the checksums of what was read, or stores those of what was written."""
+        transfers of all pieces. `finish`: waits for `parts`, then verifies the checksums of a read, or stores those of
+        a write."""
         begun_s = time.perf_counter()
 
         def work() -> None:
@@ -365,7 +365,7 @@ class SwapStore:
 
     @contextmanager
     def _ended(self, record: Record, request: InFlight, parts: Sequence[IOTransfer]) -> Iterator[None]:
-        """Return a context manager that ends the request in the table when its block ends."""
+        """Return a context manager. At the end of its block it removes the request from the table."""
         try:
             yield
         except Exception as error:  # not an interrupt (Ctrl-C): the next thread that waits ends the request
@@ -379,7 +379,7 @@ class SwapStore:
         self._table.end(record, request)
 
     def _add_slot(self, record: Record) -> None:
-        """Give the record a second slot. Enlarge the files if they lack room. Raises StoreError."""
+        """Reserve a second slot for the record. Enlarge the files if they lack space. Raises StoreError."""
         if not self._table.add_slot(record):
             capacity_nbytes = self.capacity_nbytes + record.extent_nbytes
             self._files.grow(capacity_nbytes)
@@ -397,12 +397,12 @@ class SwapStore:
         )
 
     def _restore(self) -> None:
-        """Allow writes again, after the prepared manifest was removed."""
+        """Allow writes again. Called after the prepared manifest was removed."""
         self._directory.keep(self.step is not None)
         self._table.thaw(None)
 
     def _hashed(self, record: Record, ranges: Sequence[Range]) -> Sequence[Range]:
-        """Return the ranges, each with a checksum; read those without one. Raises TransferError, CorruptionError."""
+        """Return `ranges` with their missing checksums, read from disk. Raises TransferError, CorruptionError."""
         if all(item.digest is not None for item in ranges):
             return ranges
         with self._latching():
@@ -436,8 +436,8 @@ class SwapStore:
             raise
 
     def _not_prepared(self, step: int, error: OSError) -> StoreError:
-        """Return the error of a manifest that could not be written. Drop the preparation after a transient failure
-        (`_TRANSIENT`); latch the store after any other."""
+        """Return the error to raise when a manifest could not be written. If `error` is transient (`_TRANSIENT`), drop
+        the prepared state; else latch the store."""
         text = (
             f"The manifest of step {step} cannot be written to {self._directory.paths[0]}: {error}. "
             "What was committed before is untouched"
@@ -485,7 +485,7 @@ Written = tuple[Record, Sequence[Range]]
 @final
 @dataclass(eq=False, kw_only=True)
 class InFlight:
-    """A request under way for bytes `[start, end)` of a record, until `RecordTable.end`. Compared by identity."""
+    """A request in flight for the bytes `[start, end)` of a record. Compared by identity."""
 
     kind: Literal["read", "write"]
     start: int
@@ -498,8 +498,8 @@ class InFlight:
 @final
 @dataclass(kw_only=True)
 class _State:
-    """The state of a record. `written`: the ranges that hold its newest bytes. `durable`: the ranges in the durable
-    manifest; None if the record is not in it."""
+    """The state of a record. `written`: the ranges that hold its newest bytes. `durable`: its ranges in the durable
+    manifest; None if the manifest does not have the record."""
 
     record: Record
     written: RangeMap = field(default_factory=RangeMap)
@@ -509,8 +509,8 @@ class _State:
 
 @final
 class RecordTable:
-    """Keeps the table of a store's records: slots, written ranges, requests under way. Any thread. A write never gets
-    an extent (a range of the files) that the durable manifest names; this makes commits safe."""
+    """Keeps the table of a store's records: slots, written ranges, requests in flight. Any thread. A write never goes
+    to an extent (a range of the files) that the durable manifest names; this makes commits safe."""
 
     def __init__(self, capacity_nbytes: int) -> None:
         self._lock = threading.Lock()
@@ -557,8 +557,8 @@ class RecordTable:
             return len(self._find(record).record.offsets)
 
     def kept(self, record: Record, start: int, end: int) -> list[Range]:
-        """Return the committed ranges that a write of `[start, end)` would overwrite; [] if the record has two slots,
-        because a write then goes to the slot that is not committed."""
+        """Return the committed ranges that a write of `[start, end)` would overwrite. Return [] if the record has two
+        slots: a write then goes to the other slot."""
         with self._lock:
             state = self._find(record)
             if not state.record.committed or len(state.record.offsets) > 1 or state.durable is None:
@@ -566,7 +566,7 @@ class RecordTable:
             return state.durable.overlapping(start, end)
 
     def add_slot(self, record: Record) -> bool:
-        """Give the record a second slot if it has only one. Return False if no free extent is large enough."""
+        """Reserve a second slot if the record has only one. Return False if no free extent is large enough."""
         with self._lock:
             state = self._find(record)
             if len(state.record.offsets) == 1 and (offset := self.extents.allocate(record.nbytes)) is not None:
@@ -593,8 +593,8 @@ class RecordTable:
             return locate(state.record, ranges, start, end)
 
     def begin_write(self, record: Record, request: InFlight) -> tuple[list[Span], list[Range]]:
-        """Register a write. Return where its bytes go, and the pieces into which it is cut, one checksum each. Raises
-        StoreError if a request for these bytes is under way, or if the record is frozen."""
+        """Register a write. Return where its bytes go, and its pieces, of which each gets one checksum. Raises
+        StoreError if a request for these bytes is in flight, or if the record is frozen."""
         start, end = request.start, request.end
         with self._lock:
             state = self._admit(record, request)
@@ -604,7 +604,7 @@ class RecordTable:
             return locate(state.record, runs, start, end), [piece for run in runs for piece in cut(run)]
 
     def end(self, record: Record, request: InFlight, written: Sequence[Range] = ()) -> None:
-        """Remove a request that has ended or could not start. `written`: the ranges that a write has stored."""
+        """Remove a request that has ended or could not start. `written`: the ranges that it has written."""
         with self._lock:
             state = self._states.get(record.name)
             if state is None or request not in state.in_flight:
@@ -614,14 +614,14 @@ class RecordTable:
             state.in_flight.remove(request)
 
     def end_all(self) -> None:
-        """Remove all requests, which the caller knows to have ended."""
+        """Remove all requests. The caller knows that they have ended."""
         with self._lock:
             for state in self._states.values():
                 state.in_flight = []
 
     def freeze(self, step: int) -> list[Written]:
-        """Refuse writes to records that take part in commits, until `thaw`. Return these records, each with its written
-        ranges. Raises StoreError if one is being written, or if they are frozen already."""
+        """Refuse writes to all records that take part in commits, until `thaw`. Return these records, each with its
+        written ranges. Raises StoreError if one of them is being written, or if they are frozen already."""
         with self._lock:
             if self._frozen is not None:
                 raise StoreError(f"Step {self._frozen} is prepared; confirm it before the next one.")
@@ -655,8 +655,8 @@ class RecordTable:
                 self._states[name].durable = RangeMap(ranges)
 
     def revert(self) -> None:
-        """Set the records that take part in commits back to the last commit. A record that the last commit lacks is
-        empty then. Raises StoreError if a record to set back is in use or frozen."""
+        """Revert all records that take part in commits to the last commit. Records that the last commit does not have
+        become empty. Raises StoreError if one of the records is in use or frozen."""
         with self._lock:
             states = [state for state in self._states.values() if state.record.committed]
             for state in states:
