@@ -59,9 +59,9 @@ class Checkpoints:
         config: Config,
         commits: Commits | None = None,
     ) -> None:
-        """`policy`: runs the updates; a save or load first waits for them. `weights`: drops stale weights from the
+        """`policy`: runs the updates; saves and loads wait for them first. `weights`: evicts stale weights from the
         device. `driver`: saves everything but weights and optimizer state. `written_by`: the fields of `WrittenBy`
-        except the time. `commits`: commits the swap files in place; None: a save writes files of its own."""
+        except the time. `commits`: commits the swap files in place; None: each save writes new files."""
         settings = config.tiered_zero.checkpoint
         self._state = state
         self._policy = policy
@@ -88,10 +88,10 @@ class Checkpoints:
         save_latest: bool = True,
         exclude_frozen: bool = False,
     ) -> None:
-        """Save the state after the last step. The tag is durable on return, unless the save is asynchronous. Every rank
-        calls this; it returns on all ranks, or raises on all. `begin`: checks that the call is allowed now, and returns
-        the step and the tag's name. `save_latest`: write this name to the file `latest`. Raises the errors of this
-        save, and of an earlier asynchronous one."""
+        """Save the state after the last step as a tag. The tag is durable on return, unless the save is asynchronous.
+        Every rank calls this; it returns on all ranks, or raises on all. `begin`: checks that a save is allowed now,
+        and returns the step and the tag's name. `save_latest`: whether to write the name to the file `latest`. Raises
+        the errors of this save, and those of an earlier asynchronous save."""
         captured: list[Capture] = []
         arguments = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen}
 
@@ -160,9 +160,9 @@ class Checkpoints:
     def find(
         self, load_dir: str | os.PathLike[str], tag: str | None, begin: Callable[[], None]
     ) -> FoundCheckpoint | None:
-        """Wait for the update and the save under way, drop the units on the device, and find the checkpoint to load.
-        Without `tag` take the one that the file `latest` names, or the newest; if nothing is saved there, return None.
-        `begin`: checks that the call is allowed now. Raises StoreError."""
+        """Wait for the running update and save, evict the units, and find the checkpoint to load. Without `tag`, take
+        the tag that the file `latest` names, or else the newest; return None if nothing is saved in `load_dir`.
+        `begin`: checks that a load is allowed now. Raises StoreError."""
 
         def look() -> FoundCheckpoint | None:
             if tag is None and (why := nothing_to_load(load_dir)):
@@ -185,11 +185,10 @@ class Checkpoints:
     def load(
         self, found: FoundCheckpoint, parts: LoadParts, *, strict: bool = True, place: Callable[[], None] | None = None
     ) -> dict[str, Any]:
-        """Load a checkpoint into the run and return its client_state. Every rank first
-        checks everything except the values of tensors and the learning rate scheduler's state. An error after these
-        checks makes the engine unusable. `strict`: whether
-        missing and unexpected names are refused; else they are logged. `place`: puts the model on its tiers, after the
-        checks; None: the model is there already. Raises ModelError, ConfigError, StoreError, CorruptionError,
+        """Load a checkpoint into the run and return its client_state. First every rank checks everything except the
+        values of tensors and the learning rate scheduler's state; an error after that makes the engine unusable.
+        `strict`: refuse missing and unexpected names; False: log them. `place`: called after the checks, puts the model
+        on its tiers; None: the model is there already. Raises ModelError, ConfigError, StoreError, CorruptionError,
         TransferError, and what the scheduler raises."""
         with ExitStack() as opened:
             checked: list[tuple[TensorReader, Matched, dict[str, Any]]] = []
@@ -210,7 +209,7 @@ class Checkpoints:
 
     @hold_interrupts()
     def _overwrite(self, path: Path, read: Callable[[], None]) -> None:
-        """Call `read`, which replaces the run's state; if it raises, latch the engine. `path`: the checkpoint, for
+        """Call `read`, which overwrites the run's state. Latch the engine if it raises. `path`: the checkpoint, for
         errors."""
         try:
             agree(self._ranks, f"{_LOAD}: its values", read)
@@ -237,8 +236,8 @@ class Checkpoints:
         return matched, driver
 
     def adopt(self, adoption: Adoption, place: Callable[[], None]) -> None:
-        """Resume from an in-place commit, in swap files that this run has taken over. `place`: puts the model on its
-        tiers, after the checks. If this fails on one rank, every rank raises ModelError or StoreError."""
+        """Resume from an in-place commit whose swap files this run has taken over. `place`: called after the checks,
+        puts the model on its tiers. If this fails on one rank, every rank raises ModelError or StoreError."""
         checked: list[tuple[Matched, dict[str, Any]]] = []
         agree(self._ranks, f"{_LOAD}: its contents", lambda: checked.append(self._check(adoption.manifest, EVERYTHING)))
         place()
@@ -260,8 +259,8 @@ class Checkpoints:
         self._weights.end_update()
 
     def resume(self, found: FoundCheckpoint, place: Callable[[], None]) -> None:
-        """Load the checkpoint that the config names (tiered_zero.checkpoint.resume). `place`: puts the model on its
-        tiers, after the checks."""
+        """Load `found`, the checkpoint of the config's tiered_zero.checkpoint.resume. `place`: called after the checks,
+        puts the model on its tiers."""
         self.resumed = found.path, self.load(found, EVERYTHING, place=place)
 
 
@@ -287,7 +286,7 @@ def check_async(config: Config, plan: Plan) -> None:
 @final
 @dataclass(frozen=True, kw_only=True)
 class _Wanted:
-    """One rank's request to save. `arguments`: those of the call that must be equal on all ranks. `nbytes`: the most
+    """One rank's request to save. `arguments`: the call's arguments that must be equal on all ranks. `nbytes`: the most
     bytes that this rank will write."""
 
     tag: str
@@ -297,9 +296,9 @@ class _Wanted:
 
 
 def _agree_on_save(ranks: Collectives, ask: Callable[[], _Wanted], tag_validation: str) -> list[_Wanted]:
-    """Return the requests of all ranks, each with rank 0's tag. `ask`: returns this rank's request. `tag_validation`:
-    Warn, Fail or Ignore if tags differ. Raises ModelError if ranks differ in step or arguments or, with Fail, in the
-    tag."""
+    """Exchange the requests of all ranks, and return them, each with rank 0's tag. `ask`: returns this rank's request.
+    `tag_validation`: what to do if tags differ (Warn, Fail, Ignore). Raises ModelError if steps or arguments differ, or
+    with Fail the tags."""
     wanted = agree(ranks, SAVE, ask, encode=vars, decode=lambda value: _Wanted(**value))
     first = wanted[0]
     for rank, own in enumerate(wanted):
@@ -320,7 +319,7 @@ def _agree_on_save(ranks: Collectives, ask: Callable[[], _Wanted], tag_validatio
 
 
 def _begin_tag(ranks: Collectives, save_dir: str | os.PathLike[str], wanted: Sequence[_Wanted]) -> TagWriter:
-    """Begin the tag on rank 0, join it on the others, and return this rank's writer. `wanted`: all ranks' requests."""
+    """Begin the tag on rank 0, then join it on the other ranks. Return this rank's writer. `wanted`: all requests."""
     tag, rank = wanted[0].tag, ranks.rank
     sizes = [own.nbytes for own in wanted]
     begun: list[TagWriter] = []
@@ -351,9 +350,9 @@ def find_together(
     find: Callable[[], FoundCheckpoint | None],
     prepare: Callable[[], None] = lambda: None,
 ) -> FoundCheckpoint | None:
-    """Call `prepare` on every rank, then `find` on rank 0. Every rank returns the result of `find`. Each rank has its
-    own `directory`: a path below rank 0's is replaced by the same place below this rank's. If a call raises on one
-    rank, every rank raises."""
+    """Call `prepare` on every rank and `find` on rank 0. Return rank 0's result on every rank, with paths below rank
+    0's `directory` changed to the same paths below this rank's `directory`. If a call raises on one rank, every rank
+    raises."""
 
     def act() -> FoundCheckpoint | None:
         prepare()
@@ -381,7 +380,7 @@ def _below(path: Path, base: Path) -> str:
 
 
 def _check_together(ranks: Collectives, check: Callable[[], TagManifest]) -> None:
-    """Call `check` on every rank. Raises what `check` raises, and StoreError if ranks find different checkpoints."""
+    """Call `check` on every rank. Raises what it raises, and StoreError if ranks have read different checkpoints."""
 
     def facts(manifest: TagManifest) -> Any:
         return [manifest.tag, manifest.step, manifest.written_by.created_s]

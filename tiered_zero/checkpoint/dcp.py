@@ -26,8 +26,8 @@ from tiered_zero.errors import StoreError
 
 @final
 class DcpReader(StorageReader):
-    """Reads a tag, or a run's newest in-place commit. Its keys are those of [Note: Portable form]. One thread uses it;
-    the end of a `with` block closes it."""
+    """Reads a tag, or a run's newest in-place commit. [Note: Portable form] describes the keys of tensors. One thread
+    uses it; the end of a `with` block closes it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """`path`: a tag, a directory of tags, or a run's swap directory. Raises StoreError."""
@@ -46,7 +46,7 @@ class DcpReader(StorageReader):
     # -- called by Distributed Checkpoint
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: a reader belongs to one checkpoint."""
+        """Do nothing: this reader reads one checkpoint only."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return a description of all tensors of the checkpoint, each as one chunk."""

@@ -37,7 +37,7 @@ OWN_PARTS: Final = ("random_states", "loader")
 """The parts of the driver state that differ between ranks."""
 
 _SCHEDULED = ("params", "lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
-"""The values of a param group from which torch's schedulers compute the next learning rate."""
+"""The options of a param group from which torch's schedulers compute the next learning rate."""
 
 _CODE = (FunctionType, MethodType, BuiltinFunctionType)
 
@@ -85,7 +85,7 @@ class _SavedRank(StrictModel):
 
 
 class _SavedState(_SavedRank):
-    """The fields of a saved driver state. `ranks`: the `own_state` of each rank, if there were several."""
+    """The fields of a saved driver state. `ranks`: the `own_state` of each rank, if several ranks have saved."""
 
     counts: _SavedCounts
     overflow: _SavedOverflow
@@ -123,10 +123,10 @@ def read_client_state(saved: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadParts:
-    """The parts that a load restores: the arguments of DeepSpeed's `load_checkpoint`, with its defaults (DeepSpeed
-    0.19.8, runtime/engine.py, _load_checkpoint). `module_only`: restore only weights and the modules' extra state.
-    `optimizer_states`: False keeps this run's optimizer state, learning rates and loss scale. `lr_scheduler_states`:
-    False keeps this run's schedule."""
+    """The parts that a load restores. These are the arguments of DeepSpeed's `load_checkpoint`, with its defaults
+    (DeepSpeed 0.19.8, runtime/engine.py, _load_checkpoint). `module_only`: restore only weights and the modules' extra
+    state. `optimizer_states`: False keeps this run's optimizer state, learning rates and loss scale.
+    `lr_scheduler_states`: False keeps this run's learning rate schedule."""
 
     optimizer_states: bool = True
     lr_scheduler_states: bool = True
@@ -139,8 +139,8 @@ EVERYTHING: Final = LoadParts()
 @final
 @dataclass(kw_only=True)
 class DriverState:
-    """Saves and restores a run's driver state, which the objects in these fields hold. Called on the driver thread,
-    between two steps. `optimizer`: None if the run evaluates. `loader`: the loader of `training_data`."""
+    """Saves and restores a run's driver state. The fields are the objects that hold this state. Called on the driver
+    thread, between two steps. `optimizer`: None if the run evaluates. `loader`: the loader of `training_data`."""
 
     counts: Any
     overflow: OverflowGuard
@@ -152,7 +152,7 @@ class DriverState:
 
     def capture(self, client_state: Mapping[str, Any] | None) -> State:
         """Return a copy of the driver state, encoded by `to_json`. `client_state`: the user's values. Raises ModelError
-        for a value that cannot be saved, with its path, and for a scheduler without state_dict()."""
+        for a scheduler without state_dict(), and for a value that cannot be saved (the text names it)."""
         if client_state is not None and not isinstance(client_state, Mapping):
             raise ModelError(f"client_state was expected as a dict; found {type(client_state).__name__}.")
         overflow_counts, scaler = self.overflow.state()
@@ -193,8 +193,8 @@ class DriverState:
 
     def restore_optimizer(self, state: State, parts: LoadParts = EVERYTHING) -> None:
         """Restore the param groups and the learning rate schedule. `state`: the result of `check`. Call this before
-        optimizer state is loaded, because missing state is initialized with these values. Raises what the scheduler
-        raises if it refuses its state."""
+        optimizer state is loaded: missing optimizer state is initialized from the param groups. Raises what the
+        scheduler raises if it refuses its state."""
         optimizer = self.optimizer
         if optimizer is None or parts.module_only:
             return
@@ -212,8 +212,8 @@ class DriverState:
             optimizer.load_group_options(state["options"])
 
     def restore(self, state: State, parts: LoadParts = EVERYTHING) -> dict[str, Any]:
-        """Restore the rest of the driver state, and return the client_state. `state`: the result of `check`. No update
-        may run."""
+        """Restore the rest of the driver state, and return the client_state. `state`: the result of `check`. Call this
+        while no update runs."""
         if self.module is not None:
             _restore_extra_states(self.module, state["modules"])
         if parts.module_only:
@@ -295,7 +295,7 @@ def join_states(first: State, own: Sequence[Mapping[str, Any]]) -> State:
 
 
 def _select_rank(state: State, ranks: Collectives) -> int:
-    """Choose this rank's values for the parts of `state` that differ by rank. Return how many ranks have saved."""
+    """Set the parts of `state` that differ between ranks to this rank's. Return how many ranks have saved."""
     of_ranks = state.pop("ranks", None) or [own_state(state)]
     if ranks.rank < len(of_ranks):
         state.update(of_ranks[ranks.rank])
@@ -313,7 +313,7 @@ def _select_rank(state: State, ranks: Collectives) -> int:
 
 
 def _scheduled_options(optimizer: TieredOptimizer, groups: Any) -> Any:
-    """Return the options of this run's param groups, but take those in `_SCHEDULED` from the checkpoint's `groups`."""
+    """Return the options of this run's param groups, with those in `_SCHEDULED` from the checkpoint's `groups`."""
     own = optimizer.group_options()
     if type(groups) is not list or {*map(type, groups)} != {dict} or len(groups) != len(own):
         return groups  # the caller refuses them
@@ -339,7 +339,7 @@ def _scheduler_state(scheduler: Any) -> State | None:
 
 
 def _without_code(state: Any) -> Any:
-    """Return a torch scheduler's state without its functions."""
+    """Return the state of a torch scheduler without the functions in it."""
     if type(state) in (dict, Counter):  # MultiStepLR has a Counter. The scheduler that loads has the functions itself
         return {name: _without_code(value) for name, value in state.items() if not isinstance(value, _CODE)}
     if type(state) is list:
@@ -357,8 +357,8 @@ def _loadable(scheduler: Any, state: Any) -> Any:
 
 
 def _with_inner(scheduler: Any, state: Any) -> list[tuple[Any, Any]]:
-    """Return a scheduler and the schedulers inside it, each with its part of the saved `state`; None without a part.
-    Raises ModelError if `state` has another number of parts."""
+    """Return a scheduler and the schedulers inside it, each paired with its part of the saved `state`, or with None if
+    `state` has none. Raises ModelError if `state` has a different number of parts."""
     inner = getattr(scheduler, "_schedulers", ())
     states = state.get("_schedulers") if isinstance(state, dict) and inner else None
     if isinstance(states, list) and len(states) != len(inner):
@@ -389,8 +389,8 @@ def _check_scheduler(scheduler: Any, saved: Any) -> None:
 
 
 MAX_DEPTH: Final = 50
-"""The deepest nesting of containers that is saved. JSON nests up to three times as deep; its parser takes
-200 levels."""
+"""The deepest nesting of containers that is saved. The JSON of it is nested up to three times as deep; the JSON parser
+accepts 200 levels."""
 
 SAVED_TYPES: Final = (
     "exactly None, bool, int, float, str, bytes, list, tuple, dict, tensors, and numpy's arrays and scalars of numbers"
@@ -398,14 +398,14 @@ SAVED_TYPES: Final = (
 
 _AS_THEY_ARE = frozenset({type(None), bool, int, float})
 _ARRAY_DTYPE = re.compile(r"[<>|][biufc]\d{1,2}")
-"""Matches the dtypes of numpy arrays that can be saved: numbers."""
+"""Matches the dtypes of numpy arrays that can be saved: bool and numbers."""
 
 _KEYS = (type(None), bool, int, float, str, bytes, tuple)
 
 
 def to_json(value: Any, where: str, depth: int = 0) -> Any:
-    """Encode `value` as JSON values, with copies of all data. `where`: names the value in errors. Raises ModelError for
-    types other than `SAVED_TYPES`, and for nesting deeper than `MAX_DEPTH`."""
+    """Encode `value` as JSON values that share no memory with it. `where`: names the value in errors. Raises ModelError
+    for types other than `SAVED_TYPES`, and for nesting deeper than `MAX_DEPTH`."""
     kind = type(value)
     if kind in _AS_THEY_ARE:
         return value
@@ -442,7 +442,7 @@ def to_json(value: Any, where: str, depth: int = 0) -> Any:
 
 
 def from_json(values: Any) -> Any:
-    """Decode what `to_json` has returned; tensors are on the CPU. The input may be hostile. Raises ValueError."""
+    """Decode a result of `to_json`; tensors are on the CPU. Raises ValueError for other input, which may be hostile."""
     if type(values) is list:
         return _items(values)
     if type(values) is not dict:
@@ -501,7 +501,7 @@ def _array(array: numpy.ndarray[Any, Any], where: str) -> list[Any]:
 
 
 def _is_key(key: Any) -> bool:
-    """Return whether `key` can be saved as a dict's key: a number, text or bytes, or a tuple of these."""
+    """Return whether `key` can be saved as a dict's key: None, a number, text, bytes, or a tuple of these."""
     return type(key) in _KEYS and (type(key) is not tuple or all(map(_is_key, key)))
 
 

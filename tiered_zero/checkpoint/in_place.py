@@ -85,9 +85,9 @@ _CHUNK_NBYTES = MIB
 
 @final
 class Commits:
-    """Commits this rank's state in place. Called on the driver thread. `tiers`: the nvme tier of the state, and the
-    nvme tier of the parameters if that is another one and is committed too. `homes`: those of `DurableCopies`.
-    `layout`: a hash of where bytes lie, from `run_fingerprint`."""
+    """Commits this rank's state in place. Called on the driver thread. `tiers`: the nvme tier of the state, then the
+    nvme tier of the parameters if it is a different one and takes part in commits. `homes`: as for `DurableCopies`.
+    `layout`: the hash of `run_fingerprint`."""
 
     def __init__(self, state: RunState, tiers: Sequence[NvmeTier], homes: Mapping[int, Home], layout: str) -> None:
         self._state = state
@@ -107,14 +107,14 @@ class Commits:
         """The ids of all ranks' stores (sets of swap files)."""
 
     def revert(self) -> None:
-        """Drop all writes since the last commit. The caller reads and writes nothing until this returns."""
+        """Drop all writes since the last commit. No transfer may use the swap files meanwhile."""
         for store in self._stores:
             store.revert()
 
     def save(self, tag: TagWriter, fields: Mapping[str, Any], *, save_latest: bool) -> None:
-        """Commit the state on every rank, between two updates, and publish a tag that points to the commit. `fields`:
-        fields of TagManifest, with this rank's captured driver state. If this raises, the caller discards the tag.
-        Raises StoreError and others."""
+        """Commit the state on every rank, and publish a tag that points to the commit. Every rank calls this between
+        two updates. `fields`: fields of TagManifest, with this rank's captured driver state. The caller discards the
+        tag if this raises (StoreError and others)."""
         fields = {**fields, "swap": _location(self._stores[0])}
         driver: dict[str, Any] = fields["driver"]
         pointer: Transfer = COMPLETED
@@ -133,7 +133,7 @@ class Commits:
 
     def share(self, driver: Mapping[str, Any]) -> Share:
         """Write the copies of buffers and parameters (`DurableCopies`), and return this rank's part of the commit.
-        `driver`: this rank's own part of the driver state. Raises StoreError, TransferError."""
+        `driver`: this rank's `own_state`. Raises StoreError, TransferError."""
         state, scalars = self._state, self._state.view.scalars
         with torch.no_grad():
             self.copies.write()
@@ -153,8 +153,8 @@ class Commits:
     @hold_interrupts()
     def _commit(self, manifest: TagManifest, shares: Sequence[Share], tag: TagWriter, pointer: Transfer) -> None:
         """Make the state durable on every rank, let rank 0 decide, then publish the tag. `pointer`: completes when the
-        tag is prepared. Raises StoreError if the commit failed or may not be durable. Its text says so if only the tag
-        is not durable."""
+        tag is prepared. Raises StoreError if the commit failed or may not be durable, or if only the tag is not
+        durable; the error's text says which."""
         is_first = self._ranks.rank == 0
         if len(self.run_ids) == 1:  # no other store depends on it: it may drop a prepared state
             self._stores[0].commit(manifest.step, _metadata(manifest, shares))
@@ -188,8 +188,8 @@ class Commits:
             raise failed[0] if failed else StoreError(wrong[0])
 
     def prepare(self, manifest: TagManifest, shares: Sequence[Share]) -> None:
-        """Make the state durable next to the last commit, and refuse writes until `confirm` or `cancel`. If this raises
-        StoreError, the caller must call `cancel`."""
+        """Prepare the commit in this rank's stores: make the state durable next to the last commit, and refuse writes
+        until `confirm` or `cancel`. If this raises StoreError, the caller must call `cancel`."""
         first = _parts(shares)[0].stores[0]
         followed = {COMMIT_ID: manifest.save_id, DECIDED_BY: first.model_dump()}
         for store in reversed(self._stores):
@@ -197,22 +197,22 @@ class Commits:
             store.prepare(manifest.step, _metadata(manifest, shares) if decides else followed)
 
     def cancel(self) -> None:
-        """Drop the prepared state. Must not be called once rank 0 has decided (`decide`). Raises StoreError."""
+        """Drop the prepared state. Must not be called after rank 0 has called `decide`. Raises StoreError."""
         for store in self._stores:
             store.cancel_prepared()
 
     def decide(self) -> None:
-        """Commit the state that all ranks have prepared. Called on rank 0 alone. After a StoreError it is unknown
-        whether the commit is durable."""
+        """Commit the prepared state in rank 0's store of the state, which decides the commit for all ranks. Called on
+        rank 0 alone. After a StoreError it is unknown whether the commit is durable."""
         self._stores[0].confirm()
 
     def confirm(self) -> None:
-        """Commit the prepared state in the other stores, after rank 0 has decided. Raises StoreError."""
+        """Commit the prepared state in this rank's other stores, after rank 0's `decide`. Raises StoreError."""
         for store in self._stores[self._ranks.rank == 0 :]:
             store.confirm()
 
     def _publish(self, tag: TagWriter, pointer: Transfer, step: int) -> None:
-        """Give the tag its name. `pointer`: completes when the tag is prepared. Raises StoreError."""
+        """Publish the prepared tag. `pointer`: completes when the tag is prepared. Raises StoreError."""
         try:
             pointer.wait()
             tag.publish_prepared()
@@ -230,7 +230,7 @@ def _location(store: SwapStore) -> StoreLocation:
 
 
 def _metadata(manifest: TagManifest, shares: Sequence[Share]) -> dict[str, Any]:
-    """Return a commit's metadata (`Commit`, as JSON). Raises StoreError if a part of a tensor is missing."""
+    """Return a commit's metadata: a `Commit`, as JSON. Raises StoreError if a part of a tensor is missing."""
     whole = manifest.model_copy(update=join_shares(shares))
     commit = Commit(commit_id=manifest.save_id, checkpoint=whole, ranks=_parts(shares))
     return commit.model_dump(mode="json")
@@ -245,16 +245,16 @@ def _parts(shares: Sequence[Share]) -> list[RankPart]:
 
 @final
 class DurableCopies:
-    """Keeps copies on nvme of what a commit needs besides optimizer state: buffers, frozen parameters and, with
-    state_format bf16_remainder, the parameters of updated units. Reads parameters and buffers of a commit that the run
-    adopts. Called on the driver thread. `homes`: unit index, or BUFFERS -> home (slot) of the copy."""
+    """Copies to nvme what a commit needs besides optimizer state: buffers, frozen parameters and, with state_format
+    bf16_remainder, the parameters of updated units. Reads them back from an adopted commit. Called on the driver
+    thread. `homes`: unit index, or BUFFERS for the buffers -> home (slot) of the copy."""
 
     def __init__(self, state: RunState, homes: Mapping[int, Home]) -> None:
         self.homes = homes
         self._state = state
         self._units = [unit for unit in state.units if unit.index in homes]
         self._digests: dict[tuple[str, int], int] = {}
-        """(slot, first byte of a chunk) -> checksum of the bytes that were last written there."""
+        """(slot name, first byte of a chunk) -> checksum of the bytes that were last written there."""
 
     def write(self) -> None:
         """Write every copy that has changed; the next commit makes it durable. Called between two updates. Raises
@@ -275,7 +275,7 @@ class DurableCopies:
             wait_all(writes)
 
     def committed(self, unit: Unit) -> torch.Tensor:
-        """Return the unit's parameters from an adopted commit, [P] on the CPU. Elements of other ranks are zeros."""
+        """Return a unit's parameters from an adopted commit, [P] on the CPU. Other ranks' elements are zero."""
         view = self._state.view
         if unit.index in self._state.updated_units and not view.need_params:
             return view.read_masters(unit).to(unit.dtype)
@@ -286,7 +286,7 @@ class DurableCopies:
         return flat
 
     def restore_buffers(self) -> None:
-        """Copy the values of buffers in an adopted commit into the model."""
+        """Copy the buffers of an adopted commit into the model's buffers."""
         if (home := self.homes.get(BUFFERS)) is None:
             return
         raw = read_slot(home, 0, home.slot.nbytes, self._state.view.staging)
@@ -296,7 +296,7 @@ class DurableCopies:
                 buffer.copy_(raw[offset : offset + nbytes].clone().view(buffer.dtype).view(buffer.shape))
 
     def _present(self, unit: Unit) -> torch.Tensor:
-        """Return the unit's parameters, which rest in memory, [P]."""
+        """Return a unit's parameters, [P], as they rest in memory (on the device or the host)."""
         home = self._state.inventory.find(unit, "param")
         view = self._state.param_flat(unit) if home is None else home.slot.tensor
         assert view is not None, "copied units rest in memory"
@@ -336,8 +336,8 @@ def _packed(buffers: Iterable[tuple[str, torch.Tensor]], nbytes: int) -> torch.T
 @final
 @dataclass(frozen=True, kw_only=True)
 class Adoption:
-    """An in-place commit that a run adopts: it goes on in the commit's swap files. `directories`: the config's swap
-    paths of each store -> the committed state to resume. `paths`: the swap directories of all ranks. `initialized`:
+    """An in-place commit that this run adopts: the run takes over the commit's swap files. `directories`: the config's
+    swap paths of each store -> the committed state to open. `paths`: the swap directories of all ranks. `initialized`:
     indices of this rank's sub-groups that have state."""
 
     found: FoundCheckpoint
@@ -355,9 +355,9 @@ def adopt(
     slots: Sequence[PlannedSlot],
     layouts: list[StateLayout],
 ) -> Adoption | None:
-    """Adopt the in-place commit `found`, if this run commits in place and every rank lays out its bytes as at the
-    commit. Return None if it cannot be adopted (the reason is logged), or if `found` is no in-place commit. Every rank
-    calls this. Raises StoreError if the commit is damaged or its owner is alive."""
+    """Check whether this run can adopt the in-place commit `found`: it must commit in place, and every rank must lay
+    out its bytes as at the commit. Return None if it cannot (the reason is logged), or if `found` is no in-place
+    commit. Every rank calls this. Raises StoreError if the commit is damaged or its owner is alive."""
     if found.swap is None:
         return None
     swap = found.swap
@@ -411,8 +411,8 @@ def adopt(
 
 
 def run_fingerprint(config: Config, plan: Plan, slots: Iterable[PlannedSlot], layouts: Sequence[StateLayout]) -> str:
-    """Return a hash of everything that decides where bytes lie in a run's records. Only a run with the same hash can
-    adopt an in-place commit."""
+    """Return a hash of everything that decides where bytes lie in this rank's records. A run can adopt an in-place
+    commit only if the hashes are equal."""
     subgroups = [
         {
             "masters": [str(dtype) for dtype in layout.masters.dtypes],

@@ -75,7 +75,7 @@ SOURCE_ITEMSIZES: Final[Mapping[Form, tuple[int, ...]]] = {
     "magnitude": (0,),
     "rounded": (4,),
 }
-"""Form -> bytes of an element in each source; 0: as many as the tensor's own dtype has."""
+"""Form -> bytes of an element in each source; 0: the element size of the tensor's own dtype."""
 
 ITEMSIZES: Final[Mapping[str, int]] = {
     **dict.fromkeys(("bool", "int8", "uint8", "float8_e4m3fn", "float8_e5m2"), 1),
@@ -85,7 +85,7 @@ ITEMSIZES: Final[Mapping[str, int]] = {
     **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
     "complex128": 16,
 }
-"""The dtypes that a checkpoint can hold, by PyTorch's names, with the bytes of an element."""
+"""The dtypes that a checkpoint can hold: PyTorch's name -> bytes of an element."""
 
 _MOST_DIMENSIONS = 64
 _MOST_NUMEL = 2**48
@@ -108,21 +108,21 @@ class StoreLocation(StrictModel):
 
 class Source(NamedTuple):
     """The place where a part's bytes begin: byte `offset` of the record `record` in store number `store` (a store: one
-    set of data files). The stores of all ranks are numbered in rank order; in a share, 0 is the first store of its
-    rank."""
+    set of data files). A manifest numbers the stores of all ranks in rank order. In one rank's share, 0 is the first
+    store of that rank."""
 
     store: Count
     record: str
     offset: Count
 
     def at(self, nbytes: int) -> Source:
-        """Return the place `nbytes` behind this one."""
+        """Return the place that lies `nbytes` after this one."""
         return self._replace(offset=self.offset + nbytes)
 
 
 class Part(NamedTuple):
-    """Elements [start, stop) of a tensor, in memory order. `sources`: where their bytes begin, one place for each
-    source of the tensor's form."""
+    """Elements [start, stop) of a tensor, in memory order. `sources`: the places where their bytes begin, one for each
+    source of the tensor's form (see [Note: Portable form])."""
 
     start: Count
     stop: Count
@@ -131,8 +131,8 @@ class Part(NamedTuple):
 
 @final
 class TensorEntry(StrictModel):
-    """One tensor. `order`: its dimensions from the slowest to the fastest in memory; None: row-major. `parts`: where
-    its elements are saved, in order and disjoint; in one rank's share only the parts of that rank."""
+    """One saved tensor. `order`: its dimensions from the slowest to the fastest in memory; None: row-major. `parts`:
+    where its elements are saved, in order and disjoint; one rank's share has only the parts of that rank."""
 
     dtype: str
     shape: Annotated[tuple[Annotated[int, Field(ge=0, le=_MOST_NUMEL)], ...], Field(max_length=_MOST_DIMENSIONS)]
@@ -146,7 +146,7 @@ class TensorEntry(StrictModel):
 
     @property
     def itemsize(self) -> int:
-        """The bytes of an element."""
+        """The size of an element in bytes."""
         return ITEMSIZES[self.dtype]
 
     @property
@@ -155,7 +155,7 @@ class TensorEntry(StrictModel):
 
     @property
     def memory_shape(self) -> tuple[int, ...]:
-        """The shape with its dimensions in memory order, from the slowest to the fastest."""
+        """The shape in memory order: its dimensions from the slowest to the fastest."""
         return self.shape if self.order is None else tuple(self.shape[dimension] for dimension in self.order)
 
     def with_parts(self, parts: Sequence[Part]) -> TensorEntry:
@@ -185,7 +185,7 @@ def _check_tensors(tensors: Mapping[str, TensorEntry]) -> None:
 
 
 def check_places(tensors: Mapping[str, TensorEntry], extents: Mapping[tuple[int, str], int]) -> None:
-    """Check that all parts lie inside their records. `extents`: (store, record) -> bytes. Raises ValueError."""
+    """Check that all parts lie inside their records. `extents`: (store, record) -> size in bytes. Raises ValueError."""
     for key, entry in tensors.items():
         itemsizes, own_itemsize = SOURCE_ITEMSIZES[entry.form], ITEMSIZES[entry.dtype]
         for start, stop, sources in entry.parts:
@@ -197,8 +197,8 @@ def check_places(tensors: Mapping[str, TensorEntry], extents: Mapping[tuple[int,
 
 @final
 class WrittenBy(StrictModel):
-    """The program and run that wrote a tag. `kernel`: level of the update kernel. `num_threads`: threads of a forward
-    on the CPU; 0 if another device computes. `created_s`: seconds since the epoch."""
+    """The program and the run that wrote a tag. `kernel`: the level of the update kernel. `num_threads`: the number of
+    threads of a forward on the CPU; 0 if another device computes. `created_s`: seconds since the epoch."""
 
     tiered_zero: str
     torch: str
@@ -212,11 +212,10 @@ class WrittenBy(StrictModel):
 
 @final
 class TagManifest(JsonFile):
-    """The manifest of a checkpoint. `save_id`: the id of the save, which is in the names of
-    its data files, and is the id of an in-place commit. `stores`: the
-    contents of a full save's data files, one for each rank. `scalars` (by parameter name) and `driver`: values encoded
-    by `to_json` of driver.py. `aliases`: another name of a tensor in the model's state_dict -> the name used here.
-    `swap`: the store that decides an in-place commit; None of a full save."""
+    """The manifest of a checkpoint. `save_id`: the id of the save; a full save's data files have it in their names, and
+    an in-place commit has it as its id. `stores`: a full save's data files, one for each rank. `scalars` (by parameter
+    name) and `driver`: values encoded by `to_json` of driver.py. `aliases`: other name of a tensor in the model's
+    state_dict -> the name used here. `swap`: the store that decides an in-place commit; None for a full save."""
 
     format_name = "tiered_zero.checkpoint"
 
@@ -276,9 +275,9 @@ def file_name(rank: int, save_id: str) -> str:
 
 @final
 class RankPart(StrictModel):
-    """One rank's part of a commit. `stores`: where its swap files are; the store of the state comes first. `layout`:
-    the hash of `in_place.run_fingerprint`, which a run that adopts the commit must have. `initialized`: indices of its
-    sub-groups that have state."""
+    """One rank's part of an in-place commit. `stores`: where the rank's swap files are; the store of the state comes
+    first. `layout`: the hash of `in_place.run_fingerprint`; a run that adopts the commit must have the same.
+    `initialized`: indices of the rank's sub-groups that have state."""
 
     stores: Annotated[list[StoreLocation], Field(min_length=1, max_length=2)]
     layout: str
@@ -289,8 +288,8 @@ class RankPart(StrictModel):
 class Share(StrictModel):
     """One rank's part of a save.
 
-    `tensors`: with this rank's parts only. `scalars`: of this rank's parameters. `driver`: the rank's own part of the
-    driver state. `stores`: its data file in a full save. `rank`: its part of an in-place commit."""
+    `tensors`: with this rank's parts only. `scalars`: those of this rank's parameters. `driver`: this rank's
+    `own_state`. `stores`: this rank's data file in a full save. `rank`: this rank's part of an in-place commit."""
 
     tensors: dict[str, TensorEntry]
     scalars: dict[str, Any]
@@ -300,9 +299,9 @@ class Share(StrictModel):
 
 
 def join_shares(shares: Sequence[Share]) -> dict[str, Any]:
-    """Join the shares of all ranks. Return the fields `tensors` and `scalars` of TagManifest. Raises
-    StoreError if ranks disagree about a tensor or do not have each element once, and InternalError if their scalars
-    differ."""
+    """Join the shares of all ranks. Return the fields `tensors` and `scalars` of TagManifest. Raises StoreError if
+    ranks disagree about a tensor, or if an element is missing or saved twice, and InternalError if ranks have different
+    scalars for a parameter."""
     entries: dict[str, TensorEntry] = {}
     facts: dict[str, tuple[Any, ...]] = {}
     parts: dict[str, list[Part]] = {}
@@ -331,7 +330,7 @@ def join_shares(shares: Sequence[Share]) -> dict[str, Any]:
 
 
 def _moved(parts: Sequence[Part], first: int) -> list[Part]:
-    """Return the parts with the numbers of stores raised by `first`."""
+    """Return the parts, with `first` added to each store number."""
     return [part._replace(sources=tuple(at._replace(store=first + at.store) for at in part.sources)) for part in parts]
 
 
@@ -343,13 +342,13 @@ VALUE_KINDS = (MASTER, PARAM, BUFFER)
 
 _READ_AHEAD = 4
 _MOST_WRITTEN = 32
-"""The most sub-groups with writes in flight."""
+"""The largest number of sub-groups with writes in flight."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """The objects of a run that saves and loads use. `trained`: names of parameters that have a master on any rank.
-    `is_sharded`: whether each rank has only a part of the state. `param_staging`: buffers for parameters on nvme.
+    """The parts of a run that are needed to save and load it. `trained`: names of parameters that have a master on any
+    rank. `is_sharded`: whether each rank has only a part of the state. `param_staging`: buffers for parameters on nvme.
     `param_flat`: returns the flat (1-D tensor) of a unit that lives on the device."""
 
     module: nn.Module
@@ -366,7 +365,7 @@ class RunState:
 
     @cached_property
     def updated_units(self) -> frozenset[int]:
-        """The indices of the units that an update writes, on any rank."""
+        """The indices of the units that have a parameter with a master on any rank: an update writes them."""
         return frozenset(
             unit.index for unit in self.units if any(entry.param.name in self.trained for entry in unit.entries)
         )
@@ -383,7 +382,7 @@ class RunState:
         return home is not None and home.slot.nbytes < unit.nbytes
 
     def saved_units(self, with_frozen: bool = True) -> list[Unit]:
-        """Return the units that this rank saves and no update writes. `with_frozen`: False leaves out frozen units."""
+        """Return the units that no update writes and this rank saves. `with_frozen`: False leaves out frozen units."""
         return [
             unit
             for unit in self.units
@@ -405,7 +404,7 @@ class RunState:
 
     @cached_property
     def aliases(self) -> dict[str, str]:
-        """Maps each further name of a tensor in `state_dict()` to the name under which the tensor is saved."""
+        """Each other name of a tensor in `state_dict()` -> the name under which the tensor is saved."""
         saved = {spec.name for spec in self.specs} | {name for name, _ in self.named_buffers()}
         names: dict[int, list[str]] = {}
         for name, tensor in state_tensors(self.module):
@@ -436,9 +435,9 @@ def run_ahead(
     begin: Callable[[StateLayout], tuple[SubGroupWork, Callable[[], None]] | None],
     retire: Callable[[SubGroupWork], None] = lambda written: None,
 ) -> None:
-    """Save or load sub-groups in order. Several are begun before the first is processed. `begin`: starts to read a
-    sub-group. It returns None while no buffer is free, else the work and a function that waits for the reads and starts
-    the writes. `retire`: called with a work when its writes are done. An error is raised once nothing uses a buffer."""
+    """Save or load sub-groups in order, and read several ahead. `begin`: starts to read a sub-group. It returns None
+    while no buffer is free; else it returns the work, and a function that waits for the reads and starts the writes.
+    `retire`: called with each work whose writes are done. After an error, raises when no transfer uses a buffer."""
     waiting, begun, written = deque(layouts), deque[tuple[SubGroupWork, Callable[[], None]]](), deque[SubGroupWork]()
 
     def finish() -> None:
@@ -491,13 +490,13 @@ def torch_dtype(name: str) -> torch.dtype:
 def describe(
     dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...] | None = None, form: Form = "plain"
 ) -> TensorEntry:
-    """Return a manifest's entry for a tensor, without parts. `form`: see [Note: Portable form]. Raises StoreError for a
-    dtype that a checkpoint cannot hold."""
+    """Return a `TensorEntry` without parts. `form`: see [Note: Portable form]. Raises StoreError for a dtype that a
+    checkpoint cannot hold."""
     return TensorEntry(dtype=dtype_name(dtype), shape=tuple(shape), order=order, form=form)
 
 
 def describe_field(param: ParamSpec, field: StateField, elementwise: bool, form: Form = "plain") -> TensorEntry:
-    """Return a manifest's entry, without parts, for the state array `field` of a whole parameter."""
+    """Return a `TensorEntry` without parts for the state array `field` of a whole parameter."""
     if elementwise and field.block_numel > 1:
         return describe(field.dtype, (-(-param.numel // field.block_numel),), None, form)
     shape = param.shape if elementwise else field.shape
@@ -505,7 +504,7 @@ def describe_field(param: ParamSpec, field: StateField, elementwise: bool, form:
 
 
 def _field_range(piece: ParamPiece, field: StateField, elementwise: bool) -> tuple[int, int]:
-    """Return the elements [start, stop) of a parameter's state array `field` that belong to `piece`."""
+    """Return (start, stop): the elements of a parameter's state array `field` that belong to `piece`."""
     if not elementwise:
         return 0, prod(field.shape)
     return piece.param_start // field.block_numel, -(-(piece.param_start + piece.numel) // field.block_numel)
@@ -515,9 +514,9 @@ def _field_range(piece: ParamPiece, field: StateField, elementwise: bool) -> tup
 
 
 class RecordPlaces(NamedTuple):
-    """Says where the records begin in which a save writes this rank's part. `state`: returns where a sub-group's slot
-    begins. `params`: returns where a segment's parameters begin; called only with state_format bf16_remainder. `unit`:
-    returns where a unit begins that no update writes. `buffers`: where all buffers begin; None if this rank saves
+    """The places to which a save writes this rank's values. `state`: sub-group -> where its slot begins. `params`:
+    sub-group and segment -> where the segment's parameters begin; only with state_format bf16_remainder. `unit`: a unit
+    that no update writes -> where its parameters begin. `buffers`: where the buffers begin; None if this rank saves
     none."""
 
     state: Callable[[StateLayout], Source]
@@ -527,8 +526,8 @@ class RecordPlaces(NamedTuple):
 
 
 def copied_places(scalars: Scalars) -> RecordPlaces:
-    """Return the places to which a full save writes. A sub-group's record holds its slot, then its parameters if they
-    are half of its masters. `scalars`: shows which slots hold state in addition to masters."""
+    """Return the places to which a full save writes. A sub-group's record holds its slot, then with state_format
+    bf16_remainder its parameters. `scalars`: shows which slots hold state in addition to masters."""
 
     def state(layout: StateLayout) -> Source:
         return Source(0, f"state/{layout.subgroup.index}", 0)
@@ -541,8 +540,8 @@ def copied_places(scalars: Scalars) -> RecordPlaces:
 
 
 def committed_places(state: RunState, tiers: Sequence[object], copies: Mapping[int, Home]) -> RecordPlaces:
-    """Return where a commit's records lie in the swap files. `tiers`: this rank's nvme tiers that are committed, in
-    order. `copies`: unit index, or BUFFERS -> home of the durable copy."""
+    """Return the places of a commit in the swap files. `tiers`: this rank's nvme tiers that take part in commits, in
+    order. `copies`: unit index, or BUFFERS for the buffers -> home of the durable copy."""
     buffers = copies.get(BUFFERS)
 
     def start(home: Home) -> Source:
@@ -564,13 +563,13 @@ def committed_places(state: RunState, tiers: Sequence[object], copies: Mapping[i
 
 
 def state_nbytes(layout: StateLayout, scalars: Scalars) -> int:
-    """Return how many bytes of a sub-group's slot are in use: its masters, and its state if it has some."""
+    """Return the used bytes of a sub-group's slot: those of its masters, and those of its state if it has state."""
     return layout.nbytes if scalars.has_state(layout) else layout.master_nbytes
 
 
 def pack(buffers: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor, int]]:
-    """Lay out all buffers in one record. Yield each non-empty buffer's name, the buffer, and its first byte in the
-    record."""
+    """Lay out all buffers in one record. For each buffer that is not empty, yield its name, the buffer, and its first
+    byte in the record."""
     position = 0
     for name, buffer in buffers:
         if not buffer.numel():
@@ -580,8 +579,7 @@ def pack(buffers: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, tor
 
 
 _Row = tuple[str, TensorEntry, int, int, Sequence[Source]]
-"""(key, entry, start, stop, sources): elements [start, stop) of a tensor, and where they begin in each source of its
-form."""
+"""(key, entry, start, stop, sources): elements [start, stop) of the tensor `key`, as the fields of a `Part`."""
 
 
 def list_tensors(
@@ -592,8 +590,8 @@ def list_tensors(
     *,
     with_frozen: bool = True,
 ) -> dict[str, TensorEntry]:
-    """Return this rank's tensors, with this rank's parts only. `buffers`: the model's buffers, if this rank saves them.
-    Any thread."""
+    """Return the tensors that this rank saves, by key, with this rank's parts only. `buffers`: the model's buffers, if
+    this rank saves them. Any thread."""
     found: dict[str, tuple[TensorEntry, list[Part]]] = {}
     rows = chain(
         chain.from_iterable(_list_subgroup(state, places, scalars, layout) for layout in state.own_layouts),

@@ -46,7 +46,7 @@ logger = logging.getLogger("tiered_zero")
 _BLOCK = QUANTIZED_BLOCK_NUMEL
 _NUM_NAMED = 5
 _CONVERTED_AHEAD = 2
-"""The most sub-groups to read ahead if their values must be converted, which takes more memory."""
+"""The largest number of sub-groups to read ahead if values must be converted, which takes more memory."""
 
 _STEP_NUMEL = 1 << 15
 """`torch.Tensor.copy_` converts up to this many elements on the calling thread alone (at::internal::GRAIN_SIZE)."""
@@ -59,7 +59,7 @@ _FACTS = {
     "world_size": "a number of ranks of",
     "num_threads": "a number of CPU threads of",
 }
-"""Fields of `WrittenBy` -> their names in messages. If one of them differs, later steps may give other bits."""
+"""Fields of `WrittenBy` -> their names in messages. If one of them differs, the bits of later steps may differ."""
 
 
 # -- matching ----------------------------------------------------------------------------------------------------------
@@ -68,16 +68,16 @@ _FACTS = {
 @final
 @dataclass(frozen=True, kw_only=True)
 class Matched:
-    """The checkpoint's keys from which a run's values are loaded. `params`: parameter name -> key; a parameter that is
-    missing here keeps its value. `buffers`: buffer name -> key. `states`: parameter name -> saved scalars, such as the
-    step count; only parameters that load optimizer state."""
+    """The keys of a checkpoint from which a run loads its values. `params`: parameter name -> key; a parameter that is
+    not in this dict keeps its value. `buffers`: buffer name -> key. `states`: parameter name -> saved scalars, such as
+    the step count; only for parameters that load optimizer state."""
 
     params: dict[str, str] = field(default_factory=dict)
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
     buffers: dict[str, str] = field(default_factory=dict)
 
     def scalars(self, layout: StateLayout) -> dict[int, dict[str, Any]]:
-        """Return the scalars of those pieces of a sub-group that load optimizer state, by the piece's index."""
+        """Return piece index -> scalars, for the pieces of a sub-group that load optimizer state."""
         names = {piece.index: piece.param.name for piece in layout.subgroup.pieces}
         return {index: self.states[name] for index, name in names.items() if name in self.states}
 
@@ -111,8 +111,8 @@ def match(state: RunState, manifest: TagManifest, *, strict: bool, with_state: b
 
 
 def differences(written_by: Mapping[str, Any], now: Mapping[str, Any]) -> Sequence[str]:
-    """Return a line for each difference between two runs that may change bits, such as torch's version. `written_by`,
-    `now`: the fields of `WrittenBy` for the saving run and for this one."""
+    """Return a message for each difference between two runs after which later steps may compute other bits, such as
+    torch's version. `written_by`, `now`: the fields of `WrittenBy` of the run that saved, and of this run."""
     lines = []
     for name, what in _FACTS.items():
         then, here = written_by.get(name), now.get(name)
@@ -164,9 +164,9 @@ def _check_value(key: str, entry: TensorEntry, shape: tuple[int, ...], dtype: to
 def _match_states(
     view: StateView, manifest: TagManifest, params: Mapping[str, str], convert: bool
 ) -> dict[str, dict[str, Any]]:
-    """Check that the run can load the optimizer state that the checkpoint has, and return parameter name -> saved
-    scalars, for the parameters that load state. `params`: parameter name -> key of its values in the checkpoint.
-    `convert`: whether state may be rounded to the run's format. Raises ModelError, StoreError, ConfigError."""
+    """Check that the run can load the checkpoint's optimizer state. Return parameter name -> saved scalars, for the
+    parameters that load state. `params`: parameter name -> key of its values in the checkpoint. `convert`: whether
+    state may be rounded to the run's format. Raises ModelError, StoreError, ConfigError."""
     tag, written_by = manifest.tag, manifest.written_by
     if manifest.scalars and written_by.rule != view.rule.name:
         raise ModelError(
@@ -209,9 +209,9 @@ def _match_states(
 def _check_arrays(
     view: StateView, manifest: TagManifest, layout: StateLayout, piece: ParamPiece, name: str, kinds: Iterable[str]
 ) -> int:
-    """Check that the checkpoint has the state arrays of one parameter in the shapes and dtypes that this run can load.
-    Return how many of them the run would round to fewer bits. `name`: the parameter's name in the checkpoint. `kinds`:
-    all kinds of state arrays in the checkpoint. Raises ModelError."""
+    """Check that this run can load the state arrays of one parameter: that they exist, and have fitting shapes and
+    dtypes. Return how many of them the run would round to fewer bits. `name`: the parameter's name in the checkpoint.
+    `kinds`: all kinds of state arrays in the checkpoint. Raises ModelError."""
     tensors, tag, rule = manifest.tensors, manifest.tag, view.rule
     fields = {own.name: own for own in layout.fields(piece)}
     saved = _arrays({kind for kind in kinds if f"{kind}/{name}" in tensors})
@@ -248,8 +248,8 @@ def _check_arrays(
 
 
 def _arrays(kinds: Iterable[str]) -> dict[str, bool]:
-    """Return a dict: each kind of state array -> whether it holds 8-bit codes. It does if `kinds` has scales for it.
-    Scales are no keys of the dict."""
+    """Return kind of state array -> whether the array holds 8-bit codes, that is, whether `kinds` also has its scales
+    (`<kind>_scale`). The scales themselves are left out."""
     own = dict.fromkeys(kinds).keys()  # in order
     return {kind: f"{kind}_scale" in own for kind in own if kind.removesuffix("_scale") not in own - {kind}}
 
@@ -258,8 +258,8 @@ def _arrays(kinds: Iterable[str]) -> dict[str, bool]:
 
 
 class Target(NamedTuple):
-    """A request to fill `values` (1-D, any dtype and device) with elements of the tensor `key`, from `start` on.
-    `order`: the memory order in which elements are counted (see `TensorEntry`)."""
+    """A request to fill `values` (1-D, any dtype and device) with elements of the tensor `key`, from element `start`
+    on. `order`: the memory order in which elements are counted (see `TensorEntry`)."""
 
     key: str
     start: int
@@ -272,7 +272,7 @@ class TensorReader:
     """Reads tensors from a tag or an in-place commit. One thread uses it; the end of a `with` block closes it."""
 
     def __init__(self, manifest: TagManifest, records: RecordReader, resources: ExitStack | None = None) -> None:
-        """`records`: reads the bytes; all parts of the tensors lie inside them. `resources`: closed with the reader."""
+        """`records`: reads the bytes; `check_places` has checked its places. `resources`: closed with the reader."""
         self.manifest = manifest
         self._records = records
         self._resources = resources or ExitStack()
@@ -289,8 +289,8 @@ class TensorReader:
         self._resources.close()
 
     def submit(self, targets: Iterable[Target]) -> Callable[[], None]:
-        """Begin to fill `targets`, and return a function that waits for them. Raises TransferError and StoreError; the
-        function raises CorruptionError and TransferError."""
+        """Begin to fill `targets`. Return a function that waits until they are filled; it raises CorruptionError and
+        TransferError. This call raises TransferError and StoreError."""
         wanted: list[Wanted] = []
         copies: list[Callable[[], None]] = []
         for target in targets:
@@ -312,11 +312,11 @@ class TensorReader:
         return wait
 
     def fill(self, targets: Iterable[Target]) -> None:
-        """Fill the targets, and wait. Raises what `submit` raises."""
+        """Fill the targets, and wait. Raises TransferError, StoreError and CorruptionError."""
         self.submit(targets)()
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Read the row-major elements [start, stop) of a tensor, 1-D on the CPU. Raises TransferError, StoreError and
+        """Return the row-major elements [start, stop) of a tensor, 1-D on the CPU. Raises TransferError, StoreError and
         CorruptionError."""
         entry = self.manifest.tensors[key]
         stop = entry.numel if stop is None else stop
@@ -329,7 +329,7 @@ class TensorReader:
         return self._records.damage()
 
     def _wanted(self, entry: TensorEntry, start: int, values: torch.Tensor) -> list[Wanted]:
-        """Return the requests that read a tensor's elements from `start` on into `values`."""
+        """Return the requests that fill `values` with a tensor's elements from `start` on."""
         found, stop, dtype = [], start + values.numel(), torch_dtype(entry.dtype)
         if entry.form == "joined":
             values.zero_()
@@ -354,8 +354,8 @@ def _take(
     into: torch.Tensor, read_dtype: torch.dtype, dtype: torch.dtype, form: str, at: int, memory: memoryview
 ) -> None:
     """Convert the elements in `memory` from `read_dtype` to `dtype`, and copy them to their place in `into`, the memory
-    of the whole request. `form`: the tensor's form; "magnitude" drops signs. `at`: how many bytes of the request come
-    before `memory`."""
+    of the whole request. `form`: the tensor's form; "magnitude" drops signs. `at`: how many bytes of the
+    request come before `memory`."""
     values = torch.frombuffer(memory, dtype=read_dtype).to(dtype)
     own = into[at // read_dtype.itemsize :][: values.numel()]
     copy_values(own, values)
@@ -364,13 +364,13 @@ def _take(
 
 
 _SUMMANDS = ((torch.int16, 0), (torch.int16, 16), (torch.float32, 16))
-"""The sum of three summands gives a master's bits: its remainder, its parameter, and the sign of its second moment
-([Note: bf16 and remainder]). For each: the dtype in which it is stored, and the bits by which it is shifted."""
+"""A master's bits are the sum of its remainder, its parameter, and the sign of its second moment ([Note: bf16 and
+remainder]). For each of these: the dtype in which it is stored, and by how many bits it is shifted left."""
 
 
 def _add(bits: torch.Tensor, dtype: torch.dtype, shift: int, at: int, memory: memoryview) -> None:
-    """Add one of the summands of masters (`_SUMMANDS`) to `bits`, the masters as int32. `memory`: the summand's
-    elements; of floats only the signs are added. `at`: how many bytes of the summand come before `memory`."""
+    """Add one summand of `_SUMMANDS` to `bits` (masters as int32). `memory`: elements of the summand; of floats only
+    the signs are added. `at`: how many bytes of the summand come before `memory`."""
     read = torch.frombuffer(memory, dtype=dtype)
     values, first = read.signbit() if dtype.is_floating_point else read, at // dtype.itemsize
     for start in range(0, values.numel(), _STEP_NUMEL):  # temporaries stay small, and torch starts no threads
@@ -379,7 +379,7 @@ def _add(bits: torch.Tensor, dtype: torch.dtype, shift: int, at: int, memory: me
 
 
 def _permute(whole: torch.Tensor, entry: TensorEntry, target: Target) -> None:
-    """Fill a target in its own memory order. `whole`: all elements of the tensor, in the checkpoint's memory order."""
+    """Fill a target, in the target's memory order. `whole`: all elements of the tensor, in the checkpoint's order."""
     dims = range(len(entry.shape))
     values = whole.view(entry.memory_shape)
     if entry.order is not None:
@@ -389,7 +389,7 @@ def _permute(whole: torch.Tensor, entry: TensorEntry, target: Target) -> None:
 
 
 def copy_values(into: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy `values` to `into`, of the same shape. Contiguous CPU memory is copied on this thread alone."""
+    """Copy `values` to `into`; the shapes are equal. Contiguous CPU memory is copied on this thread alone."""
     # copy_ of 2 MiB waits for all of torch's threads: on busy processors it takes 2.5 times as long
     plain = into.is_contiguous() and values.is_contiguous() and into.is_cpu and values.is_cpu
     if plain and into.dtype == values.dtype:
@@ -417,9 +417,9 @@ class StateLoader:
         self._reader = reader
         self._matched = matched
         self._num_converted = 0
-        """The number of sub-groups being read that need a conversion (see `_CONVERTED_AHEAD`)."""
+        """The number of sub-groups in flight that need a conversion (see `_CONVERTED_AHEAD`)."""
         self._joined: list[torch.Tensor] = []
-        """Memory for masters that are stored as remainders, free for the next sub-group."""
+        """Free buffers for masters that are stored as remainders; the next sub-group takes one."""
 
     def load(self) -> None:
         """Load everything. If this raises, some values are new and some old. Raises CorruptionError, StoreError,
@@ -446,7 +446,7 @@ class StateLoader:
 
     def _begin(self, layout: StateLayout) -> tuple[SubGroupWork, Callable[[], None]] | None:
         """Begin to read a sub-group. Return its work, and a function that waits for the values and begins to write
-        them. Return None while no buffer is free, or too many sub-groups need a conversion."""
+        them. Return None if no buffer is free, or if `_CONVERTED_AHEAD` sub-groups in flight need a conversion."""
         if self._num_converted == _CONVERTED_AHEAD:
             return None
         io, has_state = self._io, self._view.scalars.has_state(layout)
@@ -482,8 +482,8 @@ class StateLoader:
         return work, end
 
     def _end(self, work: SubGroupWork, masters: torch.Tensor, stepped: Sequence[ParamPiece]) -> None:
-        """Complete a sub-group after the read: compute its parameters, initialize missing state, begin to write.
-        `stepped`: the pieces with loaded state."""
+        """Complete a sub-group after its read: compute its parameters, initialize missing state, begin to write it.
+        `stepped`: the pieces whose state was loaded."""
         layout = work.layout
         for segment, out in zip(layout.subgroup.segments, work.outs, strict=True):
             own = masters[segment.start : segment.stop]
@@ -503,8 +503,8 @@ class StateLoader:
         self._io.write(work, {}, after, masters_alone=not stepped)
 
     def _masters(self, layout: StateLayout, work: SubGroupWork, keeps: bool) -> torch.Tensor:
-        """Return memory for a sub-group's masters, [numel] fp32: the slot's own, or a new array if the slot stores
-        remainders. `keeps`: whether it begins with the present masters, or else with zeros."""
+        """Return memory for a sub-group's masters, [numel] fp32: the slot's own, or another buffer if the slot stores
+        remainders. `keeps`: True fills the memory with the present masters, False with zeros."""
         numel, device = layout.subgroup.numel, work.raw.device
         if not layout.masters.needs_params:
             masters = layout.master(work.raw)
@@ -520,8 +520,8 @@ class StateLoader:
     def _state_targets(
         self, layout: StateLayout, raw: torch.Tensor, stepped: Sequence[ParamPiece]
     ) -> tuple[list[Target], list[Callable[[], object]]]:
-        """Return the targets for the state of the pieces `stepped`, and functions that convert state of another format.
-        Call these once the targets are filled. `raw`: the slot's bytes."""
+        """Return the targets for the state of the pieces `stepped`, and functions that convert state from another
+        format. Call the functions once the targets are filled. `raw`: the slot's bytes."""
         elementwise, tensors = self._view.rule.elementwise, self._reader.manifest.tensors
         targets: list[Target] = []
         conversions: list[Callable[[], object]] = []
@@ -554,8 +554,8 @@ class StateLoader:
     # -- parameters without a master -----------------------------------------------------------------------------------
 
     def _load_unit(self, unit: Unit) -> None:
-        """Write the parameters of `unit`, which no update writes, to each of its homes, or if it has none, to the
-        device."""
+        """Load the parameters of a unit that no update writes. Write them to each of its homes, or if it has no home,
+        to the device."""
         inventory = self._state.inventory
         homes = [home for kind in ("param", "param_back") if (home := inventory.find(unit, kind)) is not None]
         if inventory.find(unit, "param") is None:
@@ -568,7 +568,7 @@ class StateLoader:
                 self._load_windows(unit, home)
 
     def _load_windows(self, unit: Unit, home: Home) -> None:
-        """Write a unit to its home on nvme, in pieces of one staging buffer's length."""
+        """Write a unit to its home on nvme, in pieces of the size of a staging buffer."""
         staging = self._state.param_staging
         assert staging is not None, "a tier without views is planned with staging buffers"
         keeps = self._keeps_values([unit])
@@ -594,8 +594,8 @@ class StateLoader:
 
 
 def _params_of(layout: StateLayout) -> list[tuple[ParamSpec, int, tuple[int, int]]]:
-    """Return for each parameter in a sub-group: the parameter, the index in it of its first element that the sub-group
-    has, and the range of its elements in the sub-group."""
+    """Return (param, start, (first, last)) for each parameter in a sub-group: elements [first, last) of the sub-group
+    are the parameter's elements from `start` on."""
     found = []
     for segment in layout.subgroup.segments:
         before = segment.start - segment.unit_start

@@ -43,8 +43,8 @@ from tiered_zero.version import __version__
 logger = logging.getLogger("tiered_zero")
 
 _MOST_COPIED_NBYTES = 64 * MIB
-"""The most bytes of units on the device that an asynchronous save copies. If there are more, it copies none, and
-returns once all is written."""
+"""The most bytes of units on the device that an asynchronous save copies. If there are more, the save copies none of
+them, and returns only when everything is written."""
 
 
 def written_by(rule: UpdateRule, config: Config, runtime: Runtime) -> dict[str, Any]:
@@ -63,11 +63,11 @@ def written_by(rule: UpdateRule, config: Config, runtime: Runtime) -> dict[str, 
 @final
 @dataclass(frozen=True, kw_only=True)
 class Capture:
-    """Copies of what a script may change while a save is written. Made on the driver thread; written on any thread.
+    """Copies of what a script may change during a save. Made on the driver thread; `write` may run on any thread.
 
-    `fields`: fields of the manifest. `needed_nbytes`: the most bytes that this rank will write. `buffers`: copies of
-    the model's buffers. `params`: unit index -> a CPU copy of a unit that lives on the device. `may_return`:
-    whether an asynchronous save may return before it is written."""
+    `fields`: fields of the manifest. `needed_nbytes`: the most bytes that this rank will write. `buffers`: CPU copies
+    of buffers, by name. `params`: unit index -> a CPU copy of a unit that lives on the device. `may_return`: whether an
+    asynchronous save may return before it is written."""
 
     fields: Mapping[str, Any]
     needed_nbytes: int
@@ -81,8 +81,8 @@ class Capture:
     def take(
         cls, state: RunState, fields: Mapping[str, Any], *, has_files: bool, with_frozen: bool, save_latest: bool
     ) -> Capture:
-        """Copy what a script may change. `fields`: fields of the manifest, without the time. `has_files`: False if the
-        save commits the swap files in place; nothing is then copied."""
+        """Copy everything that a script may change. `fields`: fields of the manifest, without the time. `has_files`:
+        False if the save commits the swap files in place; no tensors are copied then."""
         named = list(state.named_buffers()) if has_files and state.runtime.collectives.rank == 0 else []
         buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in named}
         units = state.saved_units(with_frozen) if has_files else []
@@ -137,12 +137,12 @@ class AsyncSave:
         self.tag: TagWriter | None = None
         """The tag of the save under way; None if there is none."""
         self._cut: Transfer = COMPLETED
-        """Completes once the save has begun, between two updates. Carries the error of an update before that."""
+        """Completes when the save has begun, between two updates. If an update before that fails, carries its error."""
         self._end = Completion()
         """Completes when the tag is published or discarded; carries the error of the save."""
 
     def start(self, state: RunState, policy: UpdatePolicy, tag: TagWriter, capture: Capture, ready: Transfer) -> None:
-        """Begin a save between two updates. Return once everything that a script may change is copied or written.
+        """Let a save begin between two updates. Return once everything that a script may change is copied or written.
         `ready`: completes when the device has computed all that is saved."""
         end = Completion()
         try:
@@ -155,8 +155,8 @@ class AsyncSave:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the save under way, if there is one. If writing it has failed, raise the error; a second call does
-        not."""
+        """Wait for the save under way, if there is one. Raise its error if it has failed; a second call raises
+        nothing."""
         tag, end = self.tag, self._end
         if tag is None:
             return
@@ -205,15 +205,15 @@ def _begin_during_training(state: RunState, tag: TagWriter, capture: Capture, re
 
 
 SCRATCH_NBYTES = MIB
-"""The size of a scratch buffer for bytes that are not page-aligned: one checksum chunk of a record."""
+"""The size of a scratch buffer for bytes that are not page-aligned. A record has one checksum for that many bytes."""
 
 NUM_SCRATCH = 8
 
 
 @final
 class StateSaver:
-    """Writes everything that this rank saves, once. One thread uses it. `free`: called with the index of each sub-group
-    that may change again. All else must stay unchanged until the save ends."""
+    """Writes everything that this rank saves. One thread uses it, for one save. `free`: called with the index of each
+    sub-group that is written and may change again. Everything else must not change until the save ends."""
 
     def __init__(self, state: RunState, scalars: Scalars, writer: RecordWriter, free: Callable[[int], None]) -> None:
         self._state = state
@@ -226,11 +226,11 @@ class StateSaver:
         starts = range(0, len(memory), SCRATCH_NBYTES)
         self._scratch = [memory[start : start + SCRATCH_NBYTES] for start in starts]
         self._in_flight: deque[tuple[Transfer, memoryview | None]] = deque()
-        """Transfers under way, each with the scratch buffer that is free after it, or None."""
+        """Transfers in flight, each with the scratch buffer that it uses, or None."""
 
     def save(self, buffers: Mapping[str, torch.Tensor], params: Mapping[int, torch.Tensor], with_frozen: bool) -> None:
-        """Write everything, and wait for it. `buffers`: on the CPU, by name. `params`: unit index -> a CPU copy of a
-        unit that lives on the device. Raises the first error, once nothing uses the run's memory."""
+        """Write everything, and wait. `buffers`: CPU copies, by name. `params`: unit index -> a CPU copy of a unit that
+        lives on the device. Raises the first error, once nothing uses the run's memory."""
         try:
             layouts = self._state.own_layouts
             run_ahead(self._io, layouts, self._begin, lambda work: self._free(work.layout.subgroup.index))
@@ -263,7 +263,7 @@ class StateSaver:
     # -- parameters without a master, and buffers ----------------------------------------------------------------------
 
     def _send_unit(self, unit: Unit, copied: torch.Tensor | None) -> None:
-        """Write a unit that no update writes, or this rank's shard of it. `copied`: a copy of the unit, or None."""
+        """Write a unit that no update writes, or this rank's shard of it. `copied`: a CPU copy of the unit, if made."""
         name, home = self._places.unit(unit).record, self._state.inventory.find(unit, "param")
         if home is None:
             self._send(name, as_bytes(self._state.param_flat(unit) if copied is None else copied))
@@ -273,7 +273,7 @@ class StateSaver:
             self._in_flight += [(written, None) for written in self._send(name, raw[: home.slot.nbytes])]
 
     def _windows(self, unit: Unit) -> Iterator[torch.Tensor]:
-        """Yield the bytes of a unit on nvme, in the pieces in which they were written."""
+        """Yield the bytes of a unit on nvme, in the pieces in which they were written there."""
         home, staging = self._state.inventory.home(unit, "param"), self._state.param_staging
         assert staging is not None, "a tier without views is planned with staging buffers"
         for start in range(0, home.slot.nbytes, staging.buffer_nbytes):  # only whole pieces can be verified
@@ -294,7 +294,7 @@ class StateSaver:
         self._send_copied("buffers", parts())
 
     def _send(self, name: str, part: torch.Tensor) -> list[Transfer]:
-        """Append `part` to the record `name`. Return the transfers that still read `part`; [] if it was copied."""
+        """Append `part` to the record `name`. Return the transfers that read `part`; [] if `part` was copied."""
         if part.is_cpu and part.data_ptr() % PAGE_NBYTES == 0 and part.numel() % PAGE_NBYTES == 0:
             return [self._writer.append(name, part.numpy().data)]
         self._send_copied(name, [part])
@@ -333,7 +333,7 @@ class StateSaver:
 
 
 def needed_nbytes(state: RunState, buffers: Iterable[torch.Tensor], with_frozen: bool) -> int:
-    """Return the most bytes that this rank's records take in a full save."""
+    """Return an upper limit of the bytes that this rank's records take in a full save."""
     slots = sum(layout.nbytes for layout in state.own_layouts)
     segments = (one for layout in state.own_layouts if layout.masters.needs_params for one in layout.subgroup.segments)
     units = sum(own.nbytes for own in state.saved_units(with_frozen))

@@ -69,11 +69,11 @@ logger = logging.getLogger("tiered_zero")
 
 
 COMMIT_ID: Final = "commit_id"
-"""The metadata key of a commit's id, in all its stores (sets of swap files). Rank 0 draws the id, because two commits
-may have the same step."""
+"""The metadata key of a commit's id, in all stores (sets of swap files) of the commit. Rank 0 draws the id: a step
+does not identify a commit, because two commits may have the same step."""
 
 DECIDED_BY: Final = "decided_by"
-"""The metadata key of the location of the store that decides a commit. Only the commit's other stores have it."""
+"""The metadata key, in a commit's other stores, of the location of the store that decides the commit."""
 
 ON_ITS_HOST: Final = (
     "Resume an in-place commit with the same number of ranks, each on the host that has its part (torchrun "
@@ -83,8 +83,8 @@ ON_ITS_HOST: Final = (
 
 @final
 class Commit(StrictModel):
-    """A run's newest commit, read from the store (set of swap files) that decides it. `checkpoint`: the manifest for
-    all ranks; its records lie in `stores`. `ranks`: each rank's part."""
+    """A run's newest in-place commit, read from the store (set of swap files) that decides it. `checkpoint`: the
+    checkpoint's manifest, for all ranks; its records lie in `stores`. `ranks`: each rank's part."""
 
     commit_id: str
     checkpoint: TagManifest
@@ -121,8 +121,7 @@ class Commit(StrictModel):
 
 @contextmanager
 def refused(path: Path) -> Iterator[None]:
-    """Return a context manager that turns a ValueError into a StoreError, which says that `path` holds no in-place
-    commit of a run."""
+    """Return a context manager that turns a ValueError into the StoreError "`path` holds no in-place commit"."""
     try:
         yield
     except ValueError as error:
@@ -131,7 +130,7 @@ def refused(path: Path) -> Iterator[None]:
 
 
 def find_missing(commit: Commit) -> str:
-    """Name a part of a commit that is missing on this host, as text; "" if none is. Raises StoreError."""
+    """Return a text that names a part of a commit missing on this host; "" if all are here. Raises StoreError."""
     step, own = commit.checkpoint.step, {COMMIT_ID: commit.commit_id}
     for store in commit.stores:
         found = [one for one in load_manifests(store.first) if one is not None and one.run_id == store.run_id]
@@ -167,13 +166,13 @@ def _committed(path: Path) -> Manifest:
 @final
 @dataclass(frozen=True, kw_only=True)
 class TagInfo:
-    """What `look_at` finds out about one tag. `complete`: whether it can be loaded. `reason`: why not, or "". `nbytes`:
-    what it takes on disk. `save_id`: see `TagManifest`. `is_unfinished`: whether it is being written or removed, or was
-    when its process ended. `is_foreign`: whether it is another program's checkpoint. `created_s`: seconds since the
-    epoch; 0.0 if unknown.
+    """The result of `look_at` for one tag. `complete`: whether the tag can be loaded. `reason`: why not, or "".
+    `nbytes`: its bytes on disk. `save_id`: see `TagManifest`. `is_unfinished`: whether the tag is being written or
+    removed, or was when its process ended. `is_foreign`: whether it is another program's checkpoint. `created_s`:
+    seconds since the epoch; 0.0 if unknown.
 
-    Of an in-place commit: `run_id`: the run that made it. `swap`, `held_id`: the directory and the id of the run's
-    newest commit; None if it is not found."""
+    For a tag of an in-place commit: `run_id`: the run that committed. `swap`, `held_id`: the directory and the id of
+    the run's newest commit; None if there is none here."""
 
     tag: str
     path: Path
@@ -193,7 +192,7 @@ class TagInfo:
 
     @property
     def is_superseded(self) -> bool:
-        """Whether the tag's commit is gone, because its run has committed in place again."""
+        """Whether the tag's commit was replaced by a newer in-place commit of its run."""
         return self.held_id is not None and self.held_id != self.save_id
 
 
@@ -221,18 +220,18 @@ _FOREIGN: Final = {
         "a directory of exported weights (safetensors), without optimizer state. Load it with from_pretrained"
     ),
 }
-"""Pattern of a file name -> what kind of checkpoint has such files, and what to do. The first match is taken."""
+"""Pattern of a file name -> which kind of checkpoint has such files, and advice. The first match counts."""
 
 
 def _foreign(names: Iterable[str]) -> str:
-    """Return the text in `_FOREIGN` that says what a directory with these files holds; "" if no pattern matches."""
+    """Return the text in `_FOREIGN` for a directory with files of these names; "" if no pattern matches."""
     found = (what for pattern, what in _FOREIGN.items() if any(re.fullmatch(pattern, name) for name in names))
     return next(found, "")
 
 
 def look_at(path: Path) -> tuple[TagInfo, TagManifest | None]:
-    """Judge the directory of one tag without reading its data. Return the result, and the manifest or None if it cannot
-    be read."""
+    """Examine the directory of one tag without reading its data. Return the result and the tag's manifest; None if the
+    manifest cannot be read."""
     info = TagInfo(tag=path.name, path=path)
     manifest = None
     try:
@@ -285,7 +284,8 @@ def _wrong_file(dir_fd: int, name: str, nbytes: int) -> str:
 
 
 def _follow(info: TagInfo, manifest: TagManifest) -> TagInfo:
-    """Add the newest commit of a pointer's run to `info`. The pointer is complete if it names this commit."""
+    """Add the run's newest commit to the `info` of an in-place commit's tag. The tag is complete if its own commit is
+    the newest, and no part of it is missing on this host."""
     assert manifest.swap is not None, "a tag of an in-place commit"
     first = manifest.swap.first
     info = replace(info, run_id=manifest.swap.run_id)
@@ -308,8 +308,8 @@ def _follow(info: TagInfo, manifest: TagManifest) -> TagInfo:
 
 
 def read_manifest(tag_dir: str | os.PathLike[str]) -> TagManifest:
-    """Return the manifest of a tag; compare no checksums. Raises StoreError, with the reason, if it cannot be
-    loaded."""
+    """Return the manifest of a tag, without reading the tag's data. Raises StoreError, with the reason, if the tag
+    cannot be loaded."""
     info, manifest = look_at(Path(tag_dir))
     if manifest is None or not info.complete:
         raise StoreError(f"{info.path} cannot be loaded: {info.reason}.")
@@ -320,8 +320,8 @@ def read_manifest(tag_dir: str | os.PathLike[str]) -> TagManifest:
 
 
 def list_tags(save_dir: str | os.PathLike[str]) -> list[TagInfo]:
-    """Return all tags of a save directory, oldest first. Those that cannot be loaded are included, with the reason.
-    Raises StoreError if the directory cannot be read."""
+    """Return all tags of a save directory, oldest first, also those that cannot be loaded (with the reason). Raises
+    StoreError if the directory cannot be read."""
     infos = []
     for name in _names(Path(save_dir)):
         path = Path(save_dir) / name
@@ -350,9 +350,9 @@ def read_latest(save_dir: str | os.PathLike[str]) -> str | None:
 
 
 def nothing_to_load(load_dir: str | os.PathLike[str], *, resumes: bool = False) -> str:
-    """Return why there is nothing to load in `load_dir`: it is missing or empty, or its first save was never completed.
-    Return "" for any other directory. `resumes`: whether the user wants to resume from it: then a missing directory is
-    an error, and one that holds a run's swap directory is not empty. Raises StoreError."""
+    """Return why `load_dir` has nothing to load: it is missing or empty, or its first save was never completed. Return
+    "" if it may have something. `resumes`: True if the user asks to resume from `load_dir`; then a missing directory is
+    an error, and swap directories of runs in it count. Raises StoreError."""
     path = Path(load_dir)
     if not resumes and not os.path.lexists(path):
         return "it does not exist"
@@ -364,15 +364,15 @@ def nothing_to_load(load_dir: str | os.PathLike[str], *, resumes: bool = False) 
 
 
 def swap_directories(path: Path) -> str:
-    """Say which swap directories of runs `path` holds; "" if there are none. Raises StoreError."""
+    """Return a text that names the runs' swap directories in `path`; "" if there are none. Raises StoreError."""
     runs = [name for name in _names(path) if os.path.lexists(path / name / OWNER_NAME)]
     listed = ", ".join(runs[:4]) + (f" and {len(runs) - 4} more" if len(runs) > 4 else "")
     return f"It holds swap directories ({listed}): name one of them." if runs else ""
 
 
 def _content(path: Path) -> list[str]:
-    """Return the names in `path` without those that may exist before a first save: hidden files, lost+found, a
-    `latest` that is being written."""
+    """Return the names in `path`, except those that may exist before a first save: hidden files, lost+found, and the
+    file in which the next `latest` is prepared."""
     passed_over = ("lost+found", next_path(Path(LATEST_NAME)).name)
     return [name for name in _names(path) if name not in passed_over and (name[0] != "." or name == ".metadata")]
 
@@ -398,9 +398,9 @@ def _names(save_dir: Path) -> list[str]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class FoundCheckpoint:
-    """A checkpoint that was found. `path`: the tag's directory, or a swap directory. `swap`: for an in-place commit,
-    the first swap directory of its run. `lines`: messages for the log, such as which tags were skipped. `manifest`: the
-    tag's manifest, if the search has read it."""
+    """A checkpoint that was found. `path`: the tag's directory, or a swap directory. `swap`: a swap directory of the
+    run that committed in place; None for a full save. `lines`: messages for the log, such as which tags were skipped.
+    `manifest`: the tag's manifest, if the search has read it."""
 
     path: Path
     swap: Path | None = None
@@ -410,7 +410,7 @@ class FoundCheckpoint:
 
 def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -> FoundCheckpoint:
     """Find the checkpoint to load. `directory`: a run's swap directory, one tag, or a save directory with many tags.
-    `tag`: take only this one; None: take the one that `latest` names, or if it is not complete the newest that is.
+    `tag`: the only tag to take; None: take the tag that `latest` names, or if it cannot be loaded, the newest that can.
 
     Without `tag`, a tag of an in-place commit leads to its run's newest commit ([Note: In-place commits]). Raises
     StoreError, with the tags that were skipped."""
@@ -464,7 +464,7 @@ def _take_tag(path: Path) -> FoundCheckpoint:
 
 
 def _take(info: TagInfo, manifest: TagManifest | None = None) -> FoundCheckpoint | None:
-    """Return the checkpoint to which a tag leads; None if there is none. `manifest`: the tag's, if it was just read."""
+    """Return the checkpoint that a tag holds or points to; None if there is none. `manifest`: the tag's, if read."""
     if not info.complete and info.swap is None:
         return None
     lines = (f"{info.path} leads to {info.swap}, which is loaded: {info.reason}.",) if info.is_superseded else ()
@@ -472,7 +472,7 @@ def _take(info: TagInfo, manifest: TagManifest | None = None) -> FoundCheckpoint
 
 
 def _skipped(tags: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return a line for each reason to skip tags. `tags`: reason -> the skipped tags, from the newest to the oldest."""
+    """Return a message for each reason for which tags were skipped. `tags`: reason -> skipped tags, newest first."""
     return [
         f"Skipped {own[0]}{f' and {len(own) - 1} before it' if len(own) > 1 else ''}: {reason}."
         for reason, own in tags.items()
@@ -499,8 +499,8 @@ def _nothing_found(path: Path, infos: Sequence[TagInfo], skipped: list[str]) -> 
 
 
 def open_reader(found: FoundCheckpoint, own_runs: Container[str] = ()) -> TensorReader:
-    """Open a tag, or the commit to which it points. `own_runs`: ids of the calling run's stores, which may be opened
-    although this run is alive. Raises StoreError."""
+    """Open the checkpoint `found`: a tag or an in-place commit. `own_runs`: ids of the calling run's stores, which may
+    be opened although the run is alive. Raises StoreError."""
     if found.swap is not None:
         return open_commit(found.swap, own_runs)
     return open_tag(found.path, manifest=found.manifest)
@@ -521,8 +521,8 @@ def open_tag(
 
 
 def find_damage(directory: str | os.PathLike[str]) -> list[str]:
-    """Read every byte of a tag, or of an in-place commit. Return a text for each fault. `directory`: the tag, or a swap
-    directory of the run. Raises StoreError if it cannot be opened or its run is alive."""
+    """Read and verify every byte of a tag or an in-place commit. Return a text for each fault. `directory`: the tag, or
+    a swap directory of the run. Raises StoreError if the checkpoint cannot be opened or its run is alive."""
     path = Path(directory)
     found = FoundCheckpoint(path=path, swap=path) if (path / OWNER_NAME).exists() else _take_tag(path)
     with open_reader(found) as reader:
@@ -533,8 +533,8 @@ def open_commit(
     path: str | os.PathLike[str], own_runs: Container[str] = (), engine: IOEngine | None = None
 ) -> TensorReader:
     """Open the newest commit of a run. `path`: any of the run's swap directories. `own_runs`: ids of the calling run's
-    stores, which must not commit while the reader is open. Raises StoreError if nothing is committed, a part is damaged
-    or missing on this host, or another live run owns the directories."""
+    stores, which may be opened but must not commit while the reader is open. Raises StoreError if nothing is committed,
+    if a part is damaged or missing on this host, or if another live run owns the directories."""
     commit = Commit.read(Path(owner_of(Path(path)).paths[0]))
     with ExitStack() as resources:
         stores = open_stores(commit.stores, commit, resources, own_runs)
@@ -547,9 +547,9 @@ def open_commit(
 def open_stores(
     locations: Sequence[StoreLocation], commit: Commit, resources: ExitStack, own_runs: Container[str] = ()
 ) -> list[RecordFiles]:
-    """Return the data files of `commit` at `locations`, checked. No other process can adopt them until `resources` is
-    closed. `own_runs`: ids of the calling run's stores, which may be opened although this run is alive. Raises
-    StoreError."""
+    """Lock and check the stores of `commit` at `locations`, and return their data files. No process can adopt them
+    until `resources` is closed. `own_runs`: ids of the calling run's stores, which may be opened although this run is
+    alive. Raises StoreError."""
     found, step = [], commit.checkpoint.step
     for location in locations:
         paths = [Path(path) for path in location.paths]
@@ -566,8 +566,8 @@ def open_stores(
 
 
 def _lock(path: Path, owner: Owner, resources: ExitStack, own_runs: Container[str]) -> None:
-    """Take a shared lock on a swap directory, until `resources` is closed. Raises StoreError if its owner is alive and
-    is not among `own_runs`."""
+    """Lock a swap directory (shared) until `resources` is closed. Raises StoreError if its run is alive, unless this
+    process owns the run or `own_runs` has its id."""
     try:
         fd = open_of_owner(path / OWNER_NAME)
         resources.callback(fd.close)
@@ -587,9 +587,9 @@ def _lock(path: Path, owner: Owner, resources: ExitStack, own_runs: Container[st
 
 
 def prune(save_dir: str | os.PathLike[str], keep: int, *, dry_run: bool = False) -> list[TagInfo]:
-    """Remove all complete tags except the newest `keep`, and tags of in-place commits that are gone. Return the removed
-    tags; with `dry_run`, those that would be removed. These stay: the tag that `latest` names; the newest tag of a run
-    whose last in-place commit has no tag; a tag with other programs' files. Raises StoreError."""
+    """Remove all complete tags except the newest `keep`, and tags of in-place commits that were replaced. Return the
+    removed tags; with `dry_run`, those that would be removed. Never removed: the tag that `latest` names; the newest
+    tag of a run whose last in-place commit has no tag; a tag with other programs' files. Raises StoreError."""
     if keep < 1:
         raise StoreError(f"Keep at least one checkpoint; found {keep}.")
     directory = None if dry_run else SaveDirectory.open(save_dir)

@@ -50,8 +50,8 @@ from tiered_zero.system import Descriptor
 logger = logging.getLogger("tiered_zero")
 
 _SPARE_NBYTES = 4 * MIB
-"""Free space that is required for a tag's manifest and directory. A manifest takes some 45 bytes per MiB of data, and
-200 per tensor."""
+"""Free space to require for a tag's manifest and directory. A manifest takes about 45 bytes per MiB of data, and 200
+bytes per tensor."""
 
 
 # -- the save directory ------------------------------------------------------------------------------------------------
@@ -60,8 +60,8 @@ LOCK_NAME: Final = ".tiered_zero.lock"
 
 
 def change_under_way(save_dir: Path) -> tuple[str, str]:
-    """Return the save id and the tag that the lock file names: files of this save were being written or removed. Return
-    ("", "") if it names none."""
+    """Return the save id and the tag in the lock file: a process is writing or removing files of this save, or ended
+    while it did. Return ("", "") if the lock file names none."""
     try:
         with open_directory(os.path.realpath(save_dir)) as fd:
             save_id, _, tag = read_file(LOCK_NAME, fd, most_nbytes=4096).decode().partition(" ")
@@ -81,8 +81,8 @@ class SaveDirectory:
 
     @classmethod
     def open(cls, save_dir: str | os.PathLike[str]) -> SaveDirectory:
-        """Lock the directory, and remove what a writer that died has left in it. Make it and its parents (mode 0700) if
-        missing. Raises StoreError."""
+        """Lock a save directory, and remove files that a dead writer has left in it. Make the directory and its parents
+        (mode 0700) if missing. Raises StoreError."""
         try:
             path = Path(os.path.realpath(save_dir))
             for place in reversed((path, *path.parents)):
@@ -120,8 +120,8 @@ class SaveDirectory:
         sync_directory(self.path)
 
     def end(self, tag: str, save_id: str, *, is_published: bool) -> int:
-        """Remove the data files of a save that is not published, or those that a published one has replaced. Return
-        their bytes on the disk. If they cannot be removed, log that and return 0."""
+        """End what `begin` began: remove the data files of the save if it is not published, or those of older saves in
+        the tag if it is. Return the bytes freed on disk. If files cannot be removed, log that and return 0."""
         path, nbytes = self.path / tag, 0
         try:
             for name in os.listdir(path):
@@ -158,7 +158,7 @@ class SaveDirectory:
         self.end(tag, save_id, is_published=False)
 
     def _restore(self) -> None:
-        """Remove what a writer that died has left. Leave all if it cannot be known whether its save is published."""
+        """Remove files that a dead writer has left. Keep them if it is unknown whether its save was published."""
         save_id, tag = change_under_way(self.path)
         if not tag:
             return
@@ -194,8 +194,8 @@ def _save_id(path: Path) -> str:
 
 @final
 class TagWriter:
-    """Writes one save to a tag, and publishes it. The end of a `with` block discards a save that is not published. Rank
-    0 begins and publishes a save; other ranks join it, with their own data files."""
+    """Writes one save to a tag, and publishes it. Rank 0 begins and publishes a save; the other ranks join it with
+    their own data files. The end of a `with` block discards a save that is not published."""
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class TagWriter:
         self._directory = directory
         self._has_latest = False
         self.is_published = False
-        """Whether the tag's manifest is that of this save."""
+        """Whether this save is published: the tag's manifest is that of this save."""
 
     @classmethod
     def begin(
@@ -224,9 +224,9 @@ class TagWriter:
         needed_nbytes: int = 0,
         own_nbytes: int | None = None,
     ) -> TagWriter:
-        """Begin a save: lock the save directory, clean it up, check the free space, make the tag's directory. `engine`:
-        writes the data; None: the save gets its own. `needed_nbytes`: bytes of all records. `own_nbytes`: bytes of this
-        process's records; None: all. Raises StoreError."""
+        """Begin a save on rank 0: lock the save directory, remove a dead writer's files, check the free space, make the
+        tag's directory. `engine`: writes the data; None: a new engine does. `needed_nbytes`: bytes of all ranks'
+        records. `own_nbytes`: bytes of this rank's records; None: `needed_nbytes`. Raises StoreError."""
         save_id = secrets.token_hex(6)
         check_tag(tag)
         directory = SaveDirectory.open(save_dir)
@@ -255,8 +255,8 @@ class TagWriter:
         engine: IOEngine | None = None,
         needed_nbytes: int = 0,
     ) -> TagWriter:
-        """Join the save `save_id`, which rank 0 has begun. Return the writer of this rank's part. `needed_nbytes`:
-        bytes of that part. Raises StoreError if `save_dir` is not rank 0's directory."""
+        """Join the save `save_id` that rank 0 has begun, and return the writer of this rank's part. `needed_nbytes`:
+        bytes of this part. Raises StoreError if `save_dir` is not rank 0's directory."""
         path = Path(os.path.realpath(save_dir)) / tag
         if change_under_way(path.parent) != (save_id, tag):
             raise StoreError(
@@ -292,8 +292,8 @@ class TagWriter:
             raise _store_error(self.path, error, self._needed_nbytes) from error
 
     def publish(self, fields: Mapping[str, Any], shares: Sequence[Share], *, save_latest: bool = True) -> None:
-        """Make everything durable, and publish it. `fields`: what TagManifest has besides the tag and the `shares`. If
-        this raises StoreError, a save that is not published is discarded."""
+        """Make the save durable, publish it, and release the lock. `fields`: the fields of TagManifest that are not in
+        `shares`, and not the tag. Raises StoreError; a save that is not published is then discarded."""
         try:
             stores = tuple(store for share in shares for store in share.stores)
             self.prepare({"stores": stores, **join_shares(shares), **fields}, save_latest=save_latest)
@@ -305,8 +305,8 @@ class TagWriter:
             self.discard()
 
     def prepare(self, fields: Mapping[str, Any], *, save_latest: bool = True) -> None:
-        """Write the manifest, and if `save_latest` the new `latest`, durably next to the present ones. This must end
-        before the save is discarded. Raises OSError, StoreError."""
+        """Write the manifest, and with `save_latest` the new `latest`, durably next to the present ones. Wait for the
+        end of this before `discard`. Raises OSError, StoreError."""
         assert self._directory is not None, "rank 0 publishes"
         prepare_file(self.path / MANIFEST_NAME, TagManifest(**fields, tag=self.tag, save_id=self.save_id).encode())
         sync_directory(self.path)
@@ -315,8 +315,8 @@ class TagWriter:
             self._has_latest = True
 
     def publish_prepared(self) -> None:
-        """Publish the save whose manifest is prepared, then set `latest`, then remove the data files of a save that was
-        replaced. Raises OSError if the save is not published, and StoreError if it may not be durable."""
+        """Publish the prepared save, replace `latest`, then remove the data files of the tag's previous save.
+        Raises OSError if the save is not published, and StoreError if it is published but may not be durable."""
         assert self._directory is not None, "rank 0 publishes"
         manifest = self.path / MANIFEST_NAME
         os.rename(next_path(manifest), manifest)
@@ -364,7 +364,7 @@ def _is_full(error: Exception) -> bool:
 
 
 def _store_error(path: Path, error: Exception, needed_nbytes: int) -> StoreError:
-    """Return the StoreError for an error that stopped a save of the tag at `path`."""
+    """Return the StoreError to raise when `error` has stopped a save of the tag at `path`."""
     if _is_full(error):
         needed = f" It needs {format_nbytes(needed_nbytes)}." if needed_nbytes else ""
         return StoreError(

@@ -1,5 +1,5 @@
 """Write weights to safetensors files, which transformers' `from_pretrained` and plain torch load. Tensors are read and
-written one at a time. An export can follow the names, the config and the tokenizer of a transformers model."""
+written one at a time. An export can take over the tensor names, config and tokenizer of a transformers model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tiered_zero.unit.weights import Conversion, open_safetensors, to_files, wei
 
 WEIGHTS_NAME = "model.safetensors"
 MAX_SHARD_NBYTES = 5 * 10**9
-"""The default size limit of a file, as in transformers."""
+"""The default size limit of a file in bytes, as in transformers."""
 
 _EXPORT: Final = "save_16bit_model"
 
@@ -63,7 +63,7 @@ _DTYPES = {
 @final
 @dataclass(frozen=True, kw_only=True)
 class WeightTensor:
-    """A tensor to write. `read`: yields CPU tensors of any shape, which together hold its row-major elements."""
+    """A tensor to write. `read`: yields its row-major elements in order, as CPU tensors of any shape."""
 
     name: str
     dtype: torch.dtype
@@ -82,10 +82,10 @@ def model_weights(
     *,
     exclude_frozen: bool = False,
 ) -> list[WeightTensor]:
-    """Return the tensors of `model.state_dict()`, in the order of their units, buffers last. A tied tensor is returned
-    once for each name. `copy_of`: returns a CPU copy of a parameter. `unit_of`: returns the index of a parameter's
-    unit. `exclude_frozen`: leave out parameters that require no gradient. Raises ModelError for a dtype that
-    safetensors does not have."""
+    """Return the tensors of `model.state_dict()`: parameters in the order of their units, then buffers. A tied tensor
+    is returned once for each name. `copy_of`: returns a CPU copy of a parameter. `unit_of`: returns the index of a
+    parameter's unit. `exclude_frozen`: leave out parameters that require no gradient. Raises ModelError for a dtype
+    that safetensors does not have."""
     names: dict[torch.Tensor, list[str]] = {}  # by identity
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     for name, tensor in state_tensors(model):
@@ -109,7 +109,7 @@ def _read(tensor: torch.Tensor, copy_of: Callable[[nn.Parameter], torch.Tensor])
 
 
 def as_saved(model: nn.Module, tensors: Sequence[WeightTensor]) -> list[WeightTensor]:
-    """Name and split the tensors of `model` as `save_pretrained` of transformers 5 does."""
+    """Rename and split the tensors of `model` as `save_pretrained` of transformers 5 does."""
     own = {tensor.name: tensor for tensor in tensors}
     found = []
     for conversion in to_files(model, list(own)):
@@ -139,10 +139,10 @@ def _read_part(
 def list_weights(
     reader: TensorReader, dtype: torch.dtype = torch.float32, *, with_frozen: bool = True
 ) -> list[WeightTensor]:
-    """Return the weights of a checkpoint; a tied weight once for each name. `with_frozen`: include parameters without a
-    master. Floating-point parameters get the dtype `dtype`; other parameters, and buffers, keep their own. Raises
-    StoreError if there are no weights. Reading a weight raises CorruptionError, or StoreError for a value that `dtype`
-    cannot hold."""
+    """Return the weights of a checkpoint; a tied weight once for each name. `dtype`: the dtype of floating-point
+    parameters; other parameters and all buffers keep their own. `with_frozen`: include parameters without a master.
+    Raises StoreError if there are no weights. Reading a weight raises CorruptionError, or StoreError for a value that
+    `dtype` cannot hold."""
     aliases: dict[str, list[str]] = {}
     for alias, name in reader.manifest.aliases.items():
         aliases.setdefault(name, []).append(alias)
@@ -182,7 +182,7 @@ def _read_chunks(reader: TensorReader, key: str, dtype: torch.dtype) -> Iterator
 
 
 def write_model_config(model: nn.Module, directory: Path) -> None:
-    """Write config.json (and generation_config.json) of a transformers model, so that `from_pretrained` finds them."""
+    """Write config.json and generation_config.json of a transformers model, which `from_pretrained` reads."""
     config: Any = getattr(model, "config", None)
     if not callable(getattr(config, "save_pretrained", None)):
         return
@@ -207,9 +207,9 @@ def write_weights(
     file_name: str = WEIGHTS_NAME,
     replaces: bool = True,
 ) -> list[Path]:
-    """Write weights to the file `file_name`, or to numbered files of at most `max_shard_nbytes` with their index.
-    Return the paths, the index last. A larger tensor gets a file of its own. A reader never finds a mixture of earlier
-    and new weights. `replaces`: False refuses to replace another model's weights. Raises StoreError."""
+    """Write weights to the file `file_name`, or if they are larger than `max_shard_nbytes`, to numbered files and an
+    index. Return the paths, the index last. A tensor above the limit gets a file of its own. A reader never finds a
+    mixture of old and new weights. `replaces`: False refuses to replace another model's weights. Raises StoreError."""
     stem = file_name.removesuffix(".safetensors")
     shards = _split(tensors, max_shard_nbytes)
     names = [f"{stem}-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
@@ -246,8 +246,8 @@ def write_weights(
 
 @contextmanager
 def _hidden_directory(directory: Path) -> Iterator[Path]:
-    """Make a hidden directory for new files, and remove it at the end. First remove those that killed processes of this
-    host have left."""
+    """Return a context manager: it makes a hidden directory for new files, and removes it at the end. It first removes
+    such directories of killed processes of this host."""
     prefix = f".part-{socket.gethostname()}-"
     for path in directory.iterdir():
         left = re.fullmatch(rf"{re.escape(prefix)}(\d+)-\w+", path.name)
@@ -311,7 +311,7 @@ def _shard_bytes(header: bytes, tensors: Sequence[WeightTensor]) -> Iterator[byt
 
 
 def weight_files(directory: Path, stem: str) -> list[Path]:
-    """Return the weight files of the name `stem` in the directory: `<stem>.safetensors`, or numbered files."""
+    """Return the weight files in the directory: `<stem>.safetensors`, or numbered files of this name."""
     pattern = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?\.safetensors")
     return [path for path in directory.iterdir() if pattern.fullmatch(path.name)]
 
@@ -337,7 +337,7 @@ def _check_model(directory: Path, stem: str, tensors: Sequence[WeightTensor]) ->
 
 
 def _publish(directory: Path, temporary: Path, names: Sequence[str], stem: str) -> None:
-    """Replace the weights called `stem` in the directory by the files `names` from `temporary`."""
+    """Replace the weight files of the name `stem` in the directory by the files `names` of `temporary`."""
     for path in [directory / f"{stem}.safetensors.index.json", *weight_files(directory, stem)]:
         if len(names) > 1 or path.name not in names:  # else one rename replaces the file
             path.unlink(missing_ok=True)  # until the last rename a reader finds no weights, and never a mixture
@@ -356,7 +356,7 @@ def write_together(
     ranks: Collectives, tensors: Sequence[WeightTensor], write: Callable[[Sequence[WeightTensor]], None]
 ) -> None:
     """Call `write` on rank 0 with tensors that are split over ranks. All ranks read each tensor, in order. An error of
-    `write` is raised on all ranks. A failed read ends the run: this rank raises its error, the others RankError."""
+    `write` is raised on all ranks. A failed read ends the run: its rank raises the error, the others RankError."""
     begun: list[WeightTensor] = []
     failed: list[Exception] = []
 
@@ -400,13 +400,13 @@ def _read_all(tensors: Sequence[WeightTensor]) -> None:
 
 
 _COPIED = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
-"""Suffixes of a model's files other than weights."""
+"""Suffixes of the files, other than weights, that `copy_config` copies."""
 
 
 def named_as_in(directory: Path, tensors: Sequence[WeightTensor], tied: Container[str]) -> list[WeightTensor]:
-    """Return the tensors, named and split as in the safetensors files in `directory`; without such files, as
-    `save_pretrained` does. `tied`: names that the files may lack. Raises ModelError if another name is in the files
-    alone or in `tensors` alone."""
+    """Return the tensors, renamed and split as in the safetensors files of `directory`, or if it has none, as
+    `save_pretrained` does. `tied`: names that the files may lack. Raises ModelError if the other names in the files and
+    in `tensors` are not the same."""
     names = _names(directory)
     if not names or not names <= {tensor.name for tensor in tensors}:
         tensors = as_saved(_on_meta(directory), tensors)
@@ -421,8 +421,8 @@ def named_as_in(directory: Path, tensors: Sequence[WeightTensor], tied: Containe
 
 
 def copy_config(directory: Path, out: Path, dtype: str) -> list[Path]:
-    """Copy a model's files other than weights, such as config and tokenizer, and return the copies. The config's copy
-    gets `dtype`, and loses what it says of quantised weights. Raises StoreError."""
+    """Copy a model's files other than weights, such as config and tokenizer. Return the copies' paths. In config.json,
+    set `dtype` and remove quantization_config. Raises StoreError."""
     copied = []
     try:
         with _hidden_directory(out) as temporary:
