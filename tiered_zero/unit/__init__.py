@@ -19,7 +19,7 @@ Forward and backward bring a unit into use in three ways. Each of them calls `Pa
 No entry point depends on the recorded order of use. Only prefetching does (`Schedule`), as a hint.
 
 [Note: Casts of weights]
-torch.autocast keeps a 16-bit copy of every weight that it casts until its outermost block ends: 2 bytes a parameter,
-which no plan counts. While autograd records, this cache of copies must stay on: all uses of a weight then share one
-cast, whose node sums their gradients in 16 bits, as in plain PyTorch. Without grad mode (evaluation, the forward of a
-reentrant checkpoint) the cache is off while a module with offloaded units runs."""
+torch.autocast caches a 16-bit copy of each weight that it casts, 2 bytes a parameter, until its outermost block ends.
+The plan does not count these copies. While autograd records, the cache must stay on: all uses of a weight then share
+one cast, whose node sums their gradients in 16 bits, as in plain PyTorch. Without grad mode (evaluation, the forward of
+a reentrant checkpoint) the cache is off while a module with offloaded units runs."""

@@ -32,11 +32,11 @@ Pair = tuple[Use | None, Use | None]
 
 @final
 class Schedule:
-    """Remembers, for each pair of successive uses, the use that followed last time. A hint, never a requirement. Pairs
-    tell the two visits of a tied unit apart (embedding, then head).
+    """Predicts the next uses of units: stores, for each pair of successive uses, the use that followed it last time. A
+    wrong prediction costs only time. Keys are pairs, because a pass uses a tied unit twice (embedding, then head).
 
-    [Note: Expected uses] The expected uses are the next ones, in order. A use becomes expected when its unit is fetched
-    ahead of it, or is already on the device. If another use comes than the first expected one, none stays expected."""
+    [Note: Expected uses] The expected uses are the predicted next ones, in order. A use becomes expected when its unit
+    is prefetched, or is already on the device. All are dropped if the next use is not the first expected one."""
 
     def __init__(self) -> None:
         self._next: dict[Pair, Use] = {}
@@ -166,7 +166,7 @@ class UnitCache:
         self._has_warned = False
         self.is_closed = False
         self._refusal: ModelError | None = None
-        """The error for a change that was found and for which `refuse` has not raised yet."""
+        """The error that the next `refuse` raises, for a change that `look` has found; None if there is none."""
 
     def note_use(self, paged: PagedUnit, pass_name: str) -> None:
         """Record that `paged`, which is not resident, is about to be used in the pass `pass_name`."""
@@ -259,8 +259,8 @@ class UnitCache:
                 return
 
     def _prefetch(self, paged: PagedUnit, current: PagedUnit) -> bool:
-        """Fetch a unit ahead of its use. To make room, evict units that are not in use. Keep `current` and units
-        that are expected soon. Return False if there is still no room."""
+        """Fetch a unit ahead of its use. To make room, evict units that are not in use, except `current` and
+        expected units. Return False if there is no room even then."""
         missing_nbytes, victims = self._missing_nbytes(paged), []
         if missing_nbytes > 0:
             for idle in self._idle():
@@ -286,7 +286,7 @@ class UnitCache:
         return True
 
     def _may_prefetch(self, paged: PagedUnit) -> bool:
-        """Return whether the unit may be prefetched: not while an update of it that began in backward may still run."""
+        """Return False while an update of the unit that began in backward may still run; else True."""
         if paged.weights is not WeightState.UPDATING:
             return True
         # A fetch would wait for the update, and the update for gradients. To compute these, backward may need a later
@@ -427,7 +427,7 @@ class UnitCache:
     # -- changes by user code that the homes do not have: [Note: Writes through .data] ---------------------------------
 
     def look(self, paged: PagedUnit) -> None:
-        """Find out whether user code has changed a unit in use without `gathered(modify=True)`. If it has, the next
+        """Check whether user code has changed a unit in use without `gathered(modify=True)`. If it has, the next
         `refuse` raises, and the unit, if paged, becomes stale."""
         if paged.state is not UnitState.IN_USE or paged.num_writers:
             return

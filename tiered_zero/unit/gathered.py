@@ -33,9 +33,9 @@ def gathered(
     `target`: a module (all its parameters), one parameter, or several. Together they must fit into
     stage3_max_live_parameters and the device's memory. `modify`: keep changes. At the end of the block they are written
     to the parameters' homes, and changed elements also to the fp32 masters. If the block raises, nothing is written,
-    and its changes are lost with the next update at the latest. Without `modify` a change raises ModelError at the end
-    of the block. `modifier_rank`: with `modify`, every rank gets the values of the rank with this number. At stage 3,
-    or with `modify`, every rank must enter the block.
+    and the changes on the device are lost, at the latest by the next update. Without `modify` a change raises
+    ModelError at the end of the block. `modifier_rank`: with `modify`, every rank gets the values of the rank with this
+    number. At stage 3, or with `modify`, every rank must enter the block.
 
     Results computed inside may be differentiated after the block, until the parameters change. Parameters that no
     engine pages are left alone."""
@@ -59,8 +59,8 @@ def paged_by(param: nn.Parameter) -> Pager | None:
 
 
 def _saving_views(params: Iterable[nn.Parameter]) -> AbstractContextManager[object]:
-    """Return a context in which autograd saves, in place of a view of a unit of `params`, which part of which unit it
-    is. Backward then takes this part from the unit's memory, which may have been freed and filled since."""
+    """Return a context manager. Inside it, autograd saves views of the units of `params` by name, not by address.
+    Backward then takes the view anew from the unit's memory, which may have been freed and filled since."""
     found = {id(pager): pager.saved_views for param in params if (pager := paged_by(param)) is not None}
     return saved_tensors_hooks(partial(_pack, list(found.values())), _unpack) if found else nullcontext()
 

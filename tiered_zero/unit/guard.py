@@ -2,7 +2,7 @@
 otherwise.
 
 PyTorch does not notice a read of an empty storage: it crashes or returns garbage. So `__torch_function__` of an
-`OffloadedParameter` answers what needs no bytes; for everything else it fetches the unit or raises.
+`OffloadedParameter` runs the functions that need no bytes; for all others it fetches the unit or raises.
 
 [Note: The key of offloaded parameters]
 `torch.tensor(param)`, `Tensor.set_`, TorchScript and others take a tensor without calling `__torch_function__`, but
@@ -455,8 +455,8 @@ def _fault_in(param: nn.Parameter, used: Sequence[nn.Parameter], function: str) 
 
 
 def _offloaded_in(values: Any) -> Iterator[tuple[nn.Parameter, list[nn.Parameter]]]:
-    """Yield (parameter, the other parameters) for each parameter among the arguments that is still offloaded when its
-    turn comes."""
+    """Yield (parameter, the other parameters) for each offloaded parameter in `values`, the arguments of a call. Skip
+    one that was fetched meanwhile."""
     used = list(_parameters_in(values))
     for index, param in enumerate(used):
         if isinstance(param, OffloadedParameter):

@@ -59,7 +59,7 @@ class _Hook(partial[None]):
 class _ForwardHook(_Hook):
     @property
     def __name__(self) -> str:
-        """Raise ModelError: torch.jit.script asks for this name first, and is refused."""
+        """Raise ModelError, to refuse torch.jit.script, which reads this name first."""
         raise ModelError(
             "torch.jit.script cannot compile a module of a tiered_zero engine: its parameters are paged by Python. "
             "Use a model that is built anew, with engine.module.state_dict() loaded."
@@ -85,7 +85,7 @@ class ModuleHooks:
     [Note: Frames of modules]
     The root, and each module that owns units, opens a frame for the length of its forward. Any other module with
     parameters opens a frame only if the user calls it directly, as `generate()` calls an encoder. That frame begins
-    without units, and gets them when functions need them."""
+    without units; units are added when functions need them."""
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], events: ForwardEvents) -> None:
         self._events = events

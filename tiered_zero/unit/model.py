@@ -118,7 +118,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def packed_nbytes(buffers: Iterable[torch.Tensor]) -> int:
-    """Return the bytes, in whole pages, that buffers take one after another, each at a multiple of 128 bytes."""
+    """Return the bytes, rounded up to whole pages, of buffers packed one after another at multiples of 128 bytes."""
     # at least 4 bytes an element: a device may hold small floats as fp32
     sizes = (buffer.numel() * max(buffer.dtype.itemsize, 4) for buffer in buffers)
     return align_up(sum(align_up(nbytes, PACKED_ALIGNMENT_NBYTES) for nbytes in sizes), PAGE_NBYTES)

@@ -203,7 +203,7 @@ class SavedViews:
             return self._mover.pack(*saved) or saved
 
     def hooks_inside(self, outer: tuple[Pack, Unpack] | None) -> tuple[Pack, Unpack] | None:
-        """Return the hooks to set inside of `outer`, the present hooks; None if those are our own or a checkpoint's."""
+        """Return the hooks to set on top of the present hooks `outer`; None if those are our own or a checkpoint's."""
         if outer is None:
             return (self.pack if self._mover is None else self.pack_and_move), self.unpack
         # a checkpoint counts all saved tensors, and recomputes without the engine's call around it
@@ -356,4 +356,4 @@ def _changed_in_place(tensor: torch.Tensor, found: int, expected: int) -> Runtim
 
 
 SAVED_TENSOR_HOOKS = SavedViews.pack, SavedViews.pack_and_move, SavedViews.unpack, _PackInside.__call__
-"""The functions that autograd calls when it saves and unpacks tensors, also between the graphs of a compiled module."""
+"""The functions of this file that autograd calls to save and unpack tensors. torch.compile must not compile them."""

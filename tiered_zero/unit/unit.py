@@ -192,8 +192,8 @@ class FlatStorage:
     # -- [Note: Writes through .data] ----------------------------------------------------------------------------------
 
     def begin_watch(self) -> None:
-        """Begin to look for changes by user code: record the version counters, and copy the watched values again, with
-        which `end_change` compares."""
+        """Begin to watch for changes by user code: record the version counters, and copy the watched values again.
+        `end_change` compares with both."""
         self._versions = list(map(_version_of, self._params))
         self._flat_version = self.flat._version
         if self._watched:
@@ -358,7 +358,7 @@ LEGAL_CHANGES: dict[tuple[State, State], str] = {
     (_FETCHING_UPDATING, _FETCHING): "unblock",
     (_CACHED_UPDATING, _CACHED): "unblock",
 }
-"""(before, after) -> the act that makes this change. No other change is legal."""
+"""(state before, state after) -> the name of the operation that makes this change. No other change is legal."""
 
 
 class StepEvents(Protocol):
@@ -396,13 +396,13 @@ class PagedUnit:
     fetch: Transfer | None = None
     """The transfer that fills the storage; None once compute has waited for it."""
     num_users: int = 0
-    """The running modules and `gathered` blocks that use the unit, plus one if it is resident."""
+    """The number of running modules and `gathered` blocks that use the unit; one more if it is resident."""
     version: int = 0
-    """How often the values have changed. Backward raises for a graph that saved an earlier version."""
+    """The number of changes of the values so far. Backward raises for a graph that saved an earlier version."""
     num_gathers: int = 0
-    """The `gathered` blocks among the users."""
+    """The number of `gathered` blocks among the users."""
     num_writers: int = 0
-    """The blocks that may change the unit."""
+    """The number of open blocks in which user code may change the unit."""
     state: UnitState = UnitState.OFFLOADED
     weights: WeightState = WeightState.CURRENT
 
@@ -501,7 +501,7 @@ def _describe(state: State) -> str:
 
 @dataclass(eq=False, kw_only=True)
 class UnitTable:
-    """Every unit of a model, by parameter and by the identity of its storage too."""
+    """Finds the PagedUnit of a unit, of a parameter, or of a storage (by its `FlatStorage.key`)."""
 
     by_unit: dict[Unit, PagedUnit] = field(default_factory=dict)
     by_param: dict[nn.Parameter, PagedUnit] = field(default_factory=dict)
