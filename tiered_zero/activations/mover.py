@@ -1,5 +1,5 @@
-"""Move activations, storages that autograd saves in forward, off the device, and read them back ahead of backward. They
-rest in a place: a budget of bytes in host memory or on NVMe. A record describes one moved storage."""
+"""Move activations (storages that autograd saves in forward) off the device, and read them back before backward needs
+them. A place (host memory or NVMe, of a fixed size) holds the moved bytes. A record describes one moved storage."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _FACTOR = 2.0
 """The factor by which the loss scale changes."""
 
 SQUARES_CHUNK_NUMEL = 1 << 18
-"""Elements whose squares are summed at once in fp64: this takes 2 MiB of extra memory, and fixes the order of sums."""
+"""The number of squares added at once in fp64: they take 2 MiB of extra memory. It fixes the order of sums."""
 
 NONE_BAD = -1
 Norm = float | torch.Tensor
@@ -98,9 +98,9 @@ class LossScaler:
     """Adapts `scale`, the factor by which the loss is multiplied, at the end of each step.
 
     fp16.loss_scale > 0 is a fixed scale. 0 means a dynamic scale, which starts at 2**initial_scale_power and doubles
-    every `loss_scale_window` steps without overflow. An overflow halves it, down to `min_loss_scale`; the first
-    `hysteresis` - 1 overflows since it last doubled do not. With `consecutive_hysteresis` each step without overflow
-    restarts their count.
+    every `loss_scale_window` steps without overflow. After the start and each doubling, the first `hysteresis` - 1
+    overflows leave it unchanged; each further one halves it, down to `min_loss_scale`. With `consecutive_hysteresis`
+    each step without overflow restarts this count.
 
     Source: DeepSpeed 0.19, runtime/fp16/loss_scaler.py, DynamicLossScaler.update_scale."""
 

@@ -1,9 +1,9 @@
 """Hold the gradients of one unit at their home, and copy them there from the device.
 
 [Note: Waits for gradients] Copies start as gradients come. The lane's stream is in order, so a wait for a unit's last
-copy is enough. The first to wait is autograd's thread, if there is no memory for a third unit's gradients; or the
-update that needs the gradients; or the write of a window (a buffer for one unit's gradients on NVMe). For sums in host
-memory the reduce lane waits, buffer by buffer."""
+copy is enough. Autograd's thread waits if too many bytes are in flight. The update waits for the gradients that it
+needs. The write of a window (a buffer for one unit's gradients on NVMe) waits too. For sums in host memory the reduce
+lane waits, buffer by buffer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tiered_zero.tiers.step_gradients import FlatWindows, PagedFlat, UnitShare
 from tiered_zero.tiers.tier import Home, Tier
 
 SUM_CHUNK_NUMEL = 1 << 15
-"""Elements that the reduce lane adds at once. With so few, torch uses only the lane's own thread."""
+"""The number of elements that the reduce lane adds at once: so few that torch uses only the lane's own thread."""
 
 BATCH_NBYTES = 1 << 20
 """Gradients of a unit are sent in one job once they reach this size, or once the unit's last gradient has come: a job
@@ -40,8 +40,8 @@ STAGED_ALIGNMENT = 64
 """Alignment in bytes of gradients in one staging buffer: a cache line."""
 
 NUM_KEPT = 4
-"""The number of transferred batches that autograd's thread keeps before it frees them, in order. Freed by the reduce
-lane, at varying times, they left holes of 25 MiB in the heap."""
+"""The number of transferred batches that autograd's thread keeps; it frees older ones, in order. When the reduce lane
+freed them, at varying times, holes of 25 MiB were left in the heap."""
 
 
 class ExpiredGradient(torch.Tensor):
@@ -64,8 +64,8 @@ class UnitGradients:
     """The gradients of one unit. Sets and dicts have parameter indices as elements and keys. GradientStore changes the
     object, on the driver thread or autograd's.
 
-    * `flat`: the gradients, [P] of the unit's dtype, or fp32 if micro-batches are summed; zeros between entries. Empty
-      if the gradients are on NVMe, in `paged`. `opened` gives the flat in both cases.
+    * `flat`: the gradients, [P] of the unit's dtype, or fp32 if micro-batches are summed; padding is zero. Empty if the
+      gradients are on NVMe, in `paged`. `opened` returns the flat in both cases.
     * `spare`, `paged_spare`: a second flat, if the update of one step runs under the next backward.
     * `present`: parameters with a gradient in this step. `arrived`: those with one in this backward. `earlier`: those
       with one in earlier steps since zero_grad() last set gradients to None.

@@ -5,8 +5,9 @@ Buckets are reduced in backward if each rank keeps only its shard of gradients, 
 A unit is passed when backward brings no more gradients of it. In backward a bucket waits until all its units are
 passed.
 
-Ranks first agree which buckets to reduce. Neither this choice nor the place of a reduction among gathers depends on
-when a gradient or a transfer is complete. See [Note: Places of reductions] and [Note: Order of sums over ranks]."""
+Ranks first agree which buckets to reduce. This choice, and the order of reductions and gathers, are the same on all
+ranks: they do not depend on when a gradient or a transfer is complete. See [Note: Places of reductions] and
+[Note: Order of sums over ranks]."""
 
 from __future__ import annotations
 
@@ -521,8 +522,8 @@ class UseMark:
 
 @final
 class UnitUses:
-    """If parameters are whole on each rank, decides when backward has passed a unit, which means that it brings no more
-    gradients of the unit. Used on the driver thread or autograd's.
+    """Decides when backward has passed a unit, which means that it brings no more gradients of the unit. For parameters
+    that are whole on each rank. Used on the driver thread or autograd's.
 
     [Note: Marks of uses] Autograd runs nodes in the reverse order of forward if it can. So a hook on a module's input
     runs after all gradients of the module's parameters. `note` puts such a hook, a mark, on an input of each call of a
@@ -596,7 +597,7 @@ class UnitUses:
 
 @final
 class UseOrder:
-    """Decides when backward has passed a unit, only from the order in which units are used. For parameters that are
+    """Decides when backward has passed a unit, only by the order in which units are used. For parameters that are
     gathered in backward. Used on the driver thread, or on autograd's while the driver waits.
 
     [Note: Places of reductions] At stage 3 gathers and reductions are collectives of one group, so every rank must make

@@ -1,5 +1,5 @@
-"""Take every gradient, from autograd or assigned by users, answer `param.grad`, and pass a step's gradients to its
-update."""
+"""Store every gradient, from autograd or assigned by users, return it as `param.grad`, and pass a step's gradients to
+its update."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _CHANGED_GRADIENT = (
 
 
 class GradientStore:
-    """Takes each gradient from autograd, and copies or adds it to its home, on the device, in host memory or on NVMe.
+    """Takes each gradient from autograd, and copies or adds it to its home (device memory, host memory or NVMe).
     Used on the driver thread or autograd's."""
 
     def __init__(
@@ -81,8 +81,8 @@ class GradientStore:
         self._span = runtime.accelerator.timer(runtime.recorder)
         self._measures_norms = True
         self.is_shown = False
-        """Whether parameters in use read and assign `param.grad` at its home: there are gradients, and no call of the
-        engine runs."""
+        """Whether parameters in use read and assign `param.grad` at its home. True while there are gradients and no
+        call of the engine runs."""
         self._hidden_by_ranks = _HIDDEN_BY_RANKS if runtime.collectives.world_size > 1 else None
         self._hidden: str | None = self._hidden_by_ranks
         """Why `param.grad` cannot be read or assigned now, for the error; None if it can."""
@@ -373,7 +373,7 @@ class GradientStore:
         self._hidden = _HIDDEN_BY_UPDATE if updates_in_backward else self._hidden_by_ranks
 
     def read(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Return what `param.grad` is between backward and step(): a live view of the gradient's home; None without a
+        """Return the value of `param.grad` between backward and step(): a view of the gradient's home; None without a
         gradient. With a loss scale it is an unscaled fp32 copy instead; on NVMe it is a copy. Changes of a copy reach
         the home later. Raises ModelError while gradients are hidden. Driver thread."""
         if (place := self._places.get(param)) is None or place[1].param.index not in place[0].present:

@@ -1,9 +1,10 @@
 """Cut the gradients of units into buckets. Ranks reduce each bucket in one collective.
 
-[Note: Order of sums over ranks] A bucket has one row for each rank, with elements of that rank's shards. The rank adds
-the rows that it receives in rank order. So sums do not depend on how units and buckets are cut, and fp32 averages equal
-those of a loop over the ranks. If ranks keep whole gradients, micro-batches are summed before the reduction; if they
-keep shards, after it. A 16-bit bucket is summed in fp32 if one of its units has gradients of several backwards.
+[Note: Order of sums over ranks] A bucket has one row for each rank, with elements of that rank's shards. Each rank
+receives its row from every rank, and adds these in rank order. So sums do not depend on how units and buckets are cut,
+and fp32 averages equal those of a loop over the ranks. If ranks keep whole gradients, micro-batches are summed before
+the reduction; if they keep shards, after it. A 16-bit bucket is summed in fp32 if one of its units has gradients of
+several backwards.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def cut_buckets(units: Sequence[Unit], world_size: int, bucket_numel: int) -> li
 
 
 def _bucket(columns: Sequence[tuple[Unit, range, bool]], world_size: int) -> Bucket:
-    """Build a bucket. `columns`: for each part (unit, range of elements of each rank's shard, is last)."""
+    """Build a bucket. `columns`: for each part (unit, range counted in each rank's shard, whether it is the last)."""
     ranks = range(world_size)
     spans = [[unit.shard(rank)[part.start : part.stop] for rank in ranks] for unit, part, _ in columns]
     bounds = tuple(accumulate((sum(len(own[rank]) for own in spans) for rank in ranks), initial=0))

@@ -18,7 +18,7 @@ STRIPES_PER_CYCLE = 64
 
 @final
 class ExtentMap:
-    """Allocates disjoint page-aligned extents of `[0, capacity_nbytes)`, at the lowest offset that fits. Not locked."""
+    """Allocates disjoint page-aligned extents of `[0, capacity_nbytes)`, lowest offset first. Not thread-safe."""
 
     def __init__(self, capacity_nbytes: int) -> None:
         self.capacity_nbytes = align_up(capacity_nbytes, PAGE_NBYTES)

@@ -176,8 +176,8 @@ MAX_UNIT_NUMEL = 1 << 28
 """The most elements of a unit: half a GiB in 16 bits, far more than any link needs to reach its full rate."""
 
 SMALL_NUMEL = 1 << 20
-"""Small parts of a block are joined up to this many elements, and up to a 64th of the model. A separate unit costs
-calls as long as a copy of 2 MiB over PCIe."""
+"""Small parts of a block are joined up to this many elements, and up to a 64th of the model. The calls for one more
+unit take as long as a copy of 2 MiB over PCIe."""
 
 
 @dataclass(frozen=True, kw_only=True)

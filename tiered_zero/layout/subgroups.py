@@ -11,12 +11,12 @@ from tiered_zero.layout.flat import CUT_NUMEL, FlatEntry, Memory, ParamSpec, Uni
 from tiered_zero.sizes import align_up
 
 AUTO_SUB_GROUP_NUMEL = 1 << 20
-"""Elements of a sub-group if the config leaves the size open: 12 MiB of fp32 Adam state. With 48 MiB and three in
-flight a step took a tenth longer."""
+"""Elements of a sub-group if the config leaves the size open: 12 MiB of fp32 Adam state. With 48 MiB, and three
+sub-groups in flight, a step took a tenth longer."""
 
 MAX_SUB_GROUP_NUMEL = 1 << 22
-"""A sub_group_size above this means the automatic size. Most configs have DeepSpeed's default, 1e9: one sub-group of a
-small model, with nothing to transfer during its update."""
+"""A sub_group_size above this means the automatic size. Most configs have DeepSpeed's default, 1e9, with which
+a small model would be one sub-group, and no transfer could run during its update."""
 
 QUANTIZED_BLOCK_NUMEL = 32
 """Elements of a block, whose 8-bit moments share one scale. In a sub-group every parameter starts at a block, in any
@@ -25,7 +25,7 @@ dtype."""
 
 SHARED_CORES_SUB_GROUP_NUMEL = 1 << 22
 """Elements of a sub-group if the size is open, state rests in memory and the CPU computes too. Each sub-group costs
-calls: for gpt2-124m 23 in place of 119 saved 4% of a step's CPU time."""
+calls: 23 sub-groups of gpt2-124m instead of 119 saved 4% of a step's CPU time."""
 
 IN_PLACE_SUB_GROUP_NUMEL = 1 << 25
 """The most elements of a sub-group if the size is open, state rests in memory and an accelerator computes. Each
@@ -33,8 +33,8 @@ sub-group costs 0.2 to 0.6 ms between two kernel calls: 1.2 s a step for 7 billi
 AUTO_SUB_GROUP_NUMEL."""
 
 LEAST_SUB_GROUPS = 64
-"""The automatic size cuts a model in memory into at least about this many sub-groups: a unit waits for fewer
-updates."""
+"""The automatic size cuts a model in memory into at least about this many sub-groups, so that a unit waits for
+few updates."""
 
 MAX_SUB_GROUPS = 1024
 """The most sub-groups of a model below a billion elements: a smaller sub_group_size is raised. A sub_group_size of 100,
@@ -42,8 +42,8 @@ harmless in DeepSpeed, made 84,000 sub-groups of 172 million elements."""
 
 
 def sub_group_numel(given: int, units: Iterable[Unit], *, in_memory: bool = False, shares_cores: bool = False) -> int:
-    """Return the number of elements at which sub-groups of `units` are cut. `given`: zero_optimization.sub_group_size;
-    above MAX_SUB_GROUP_NUMEL the size is chosen here. `in_memory`: whether all state rests in one tier
+    """Return the most elements of a sub-group of `units`. `given`: zero_optimization.sub_group_size; a value above
+    MAX_SUB_GROUP_NUMEL stands for the automatic size. `in_memory`: whether all state rests in one tier
     other than nvme. `shares_cores`: whether the CPU also computes forward and backward."""
     total = sum(unit.numel for unit in units if unit.trainable)
     if given <= MAX_SUB_GROUP_NUMEL:

@@ -2,8 +2,8 @@
 
 Promise: everything here is optional. Without a library `find_library` returns None, and the caller runs Python code and
 logs `why_missing` once. Owner: the file that binds a kernel owns its argument types. C code includes neither Python.h
-nor torch headers, so one object serves every version. Never: a kernel keeps global state, starts a thread that outlives
-its handle, or prints.
+nor torch headers, so one object serves every version of Python and torch. Never: a kernel keeps global state, starts a
+thread that outlives its handle, or prints.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compute gradient norms with torch's bits, alone or in the same pass as a copy, by the update kernel where it can."""
+"""Compute gradient norms, alone or while gradients are copied, with the same bits as torch."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ class Dtype(enum.IntEnum):
     BFLOAT16 = 1
     FLOAT16 = 2
     REMAINDER = 3
-    """The low half of a master, for Adam only: an int16 that is added to the bfloat16 `out`, the high half. The sign of
-    the second moment distinguishes ties, see rules/state_layout.py."""
+    """The low half of a master, only for Adam: an int16 added to the bfloat16 `out`, the high half. The sign bit of the
+    second moment tells apart the two ties that round to one `out`: see rules/state_layout.py."""
 
 
 class Rule(enum.IntEnum):
@@ -56,7 +56,7 @@ class Flag(enum.IntFlag):
 
 
 class Hyper(ctypes.Structure):
-    """The numbers of one step, equal for every element of a run (a range of elements). See update.c."""
+    """The numbers of one step, equal for all elements of a run (a range of elements): struct tz_hyper of update.c."""
 
     _fields_ = struct_fields(
         (ctypes.c_int32, "rule flags grad_type master_type out_type state_type"),
