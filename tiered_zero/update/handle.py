@@ -31,8 +31,8 @@ NO_COPY = "An optimizer whose state rests on tiers cannot be copied or pickled. 
 
 
 def creates_state(groups: Sequence[Mapping[str, Any]], grads: Collection[torch.Tensor]) -> bool:
-    """Return whether a call of `step` serves only to create state, as a call by torch.distributed.checkpoint does:
-    every lr is 0, there are `grads`, and all of them are 0. For an optimizer without state."""
+    """Return whether a call of `step` only creates state: every lr is 0, there are `grads`, and all of them are 0.
+    torch.distributed.checkpoint makes such a call for an optimizer that has no state yet."""
     return bool(grads) and all(group.get("lr") == 0 for group in groups) and not any(grad.any() for grad in grads)
 
 
@@ -61,8 +61,8 @@ class OffloadedState:
 
 @final
 class StateAccess(Mapping[nn.Parameter, ParamState]):
-    """The mapping `optimizer.state` while the state rests on tiers. Its keys are the parameters that have state. Using
-    a value raises ModelError, because a change to it would be lost. Used on the driver thread."""
+    """The mapping `optimizer.state` while the state rests on tiers. Keys: the parameters that have state. Values:
+    `OffloadedState`, whose use raises ModelError, because a change to it would be lost. Used on the driver thread."""
 
     def __init__(self, policy: UpdatePolicy) -> None:
         self._policy = policy
@@ -81,8 +81,8 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
         return OffloadedState(self, param)  # type: ignore[return-value]
 
     def __setitem__(self, param: nn.Parameter, value: object) -> None:
-        """Accept a value that this mapping has returned, and change nothing: code that moves state to a device assigns
-        values back. Raises ModelError for any other value."""
+        """Change nothing if `value` is an `OffloadedState`: code that moves state to a device assigns values back.
+        Raises ModelError for any other value."""
         if not isinstance(value, OffloadedState):
             refuse_state()
 
@@ -101,9 +101,9 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
         self._flushed().check_groups(groups)
 
     def replace(self, states: Mapping[nn.Parameter, ParamState], groups: list[dict[str, Any]]) -> None:
-        """Replace the state of all parameters by `states`. A parameter that is missing in `states` has no state
-        afterwards. `groups`: the values that the caller then sets in the param groups. Raises ModelError, with nothing
-        changed, if they do not fit. If writing fails, no step runs any more."""
+        """Replace the state of all parameters by `states`; a parameter that is missing there then has no state.
+        `groups`: the new values of the param groups, which the caller sets afterwards. Raises ModelError, with nothing
+        changed, if `states` and `groups` do not fit. If writing fails, every later step raises."""
         view = self._open()
 
         def check() -> None:
@@ -142,8 +142,8 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
 
 
 class TierStateOptimizer(Optimizer):
-    """The base class of optimizers with state on tiers. `_source`: a plain optimizer of the user's class; never
-    stepped."""
+    """The base class of optimizers with state on tiers. `_source`: a plain torch optimizer of the user's class; it is
+    never stepped."""
 
     _source: Optimizer
     _access: StateAccess
@@ -177,8 +177,8 @@ class TierStateOptimizer(Optimizer):
         updates under way. If state is sharded (many ranks, stage 1 and up), every rank calls this and gets the whole
         state. Raises BudgetError if the copies do not fit into free host memory.
 
-        An engine's optimizer leaves out the fp32 masters: loading makes them from the parameters, with the parameters'
-        precision. An optimizer without an engine includes them, as "master"."""
+        An engine's optimizer leaves out the fp32 masters: if a load of the model's state_dict changes a parameter, its
+        master gets the parameter's value. An optimizer without an engine includes the masters, as "master"."""
         before, self._copies = self._copies, self._state_access().read()
         try:
             return super().state_dict()
@@ -214,8 +214,8 @@ class TierStateOptimizer(Optimizer):
         raise ModelError(NO_COPY)
 
     def _matched(self, given: Mapping[str, Any]) -> tuple[dict[nn.Parameter, ParamState], list[dict[str, Any]]]:
-        """Compare `given`, a state_dict, with this optimizer's param groups. Return its state by this optimizer's
-        parameters, and its param groups with all options. Raises ModelError if it does not fit."""
+        """Match `given`, a state_dict, with this optimizer's param groups. Return (this optimizer's parameter -> its
+        state, the param groups of `given` with all options). Raises ModelError if it does not fit."""
         try:
             states, saved = given["state"], deepcopy(given["param_groups"])
             sizes = [len(group["params"]) for group in saved]
@@ -296,9 +296,9 @@ class TieredOptimizer(TierStateOptimizer):
         return self._access
 
     def take_reset(self) -> None:
-        """Reset the state if the program has assigned an empty mapping to `state` of the user's own optimizer. Called
-        before every use of the state. Raises ModelError for another mapping, and once while an update that began in
-        backward waits for its step()."""
+        """Reset the state if user code has assigned an empty mapping to `state` of the optimizer that it passed in.
+        Called before every use of the state. Raises ModelError for another mapping. While an update that began in
+        backward waits for its step(), the first call raises ModelError, and later calls leave the old state in use."""
         given = self._source.state
         if given is self._access or not isinstance(self._access, StateAccess) or not self._access.is_open:
             return
@@ -322,8 +322,8 @@ class TieredOptimizer(TierStateOptimizer):
     cur_scale = loss_scale
 
     def connect(self, engine: Any, policy: UpdatePolicy, at_end: Callable[[Callable[[], None]], None]) -> None:
-        """Connect the optimizer to the run: its calls go to `engine`, its state is reached through `policy`, and calls
-        of the user's own optimizer come here. `at_end(act)`: registers `act`, which undoes this when the run closes."""
+        """Connect the optimizer to the run: its calls go to `engine`, it reads and writes state through `policy`, and
+        calls of the user's own optimizer come here. `at_end(act)`: call `act` when the run closes."""
         self._engine = engine
         self.state = access = StateAccess(policy)
         at_end(access.close)
@@ -383,8 +383,8 @@ class TieredOptimizer(TierStateOptimizer):
         return [{**group, "params": len(group["params"])} for group in self.param_groups]
 
     def checked_group_options(self, options: Any) -> list[dict[str, Any]]:
-        """Check `options`, the `group_options()` of a checkpoint, which are not trusted. Return them with missing
-        options filled in. Raises ModelError if they do not fit the optimizer."""
+        """Check `options`, the `group_options()` that a checkpoint holds; nothing about them is trusted. Return them
+        with missing options filled in. Raises ModelError if they do not fit the optimizer."""
         if type(options) is not list or not all(
             type(new) is dict and type(new.get("params")) is int for new in options
         ):
@@ -405,8 +405,8 @@ class TieredOptimizer(TierStateOptimizer):
         return completed
 
     def load_group_options(self, options: Sequence[Mapping[str, Any]]) -> None:
-        """Set the param groups to `options`, a result of `checked_group_options`. Options that are missing there keep
-        their values, and so do fused, capturable and differentiable, which each run chooses for itself."""
+        """Set the param groups to `options`, a result of `checked_group_options`. An option that is missing there keeps
+        its value. So do fused, capturable and differentiable, which each run chooses for itself."""
         for group, new in zip(self.param_groups, options, strict=True):
             for name, value in new.items():
                 own = group.get(name)
@@ -431,7 +431,7 @@ class TieredOptimizer(TierStateOptimizer):
 
 @final
 class ParamGroupWatch:
-    """Detects changes of param groups that the run cannot follow: another list of groups, other parameters in a group,
+    """Detects changes of param groups that a run does not support: another list of groups, other parameters in a group,
     other values of fused, capturable or differentiable. All other values may change. Used on the driver thread."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -443,20 +443,20 @@ class ParamGroupWatch:
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]  # they may be freed before the engine
 
     def values(self) -> list[dict[str, str]]:
-        """Return the options of each param group that the update reads, as text. They must be equal on all ranks."""
+        """Return, for each param group, the options that the update reads, as text. They must be equal on all ranks."""
         return [
             {name: _describe(group[name]) for name in self._names if isinstance(group.get(name), _VALUES)}
             for group in self._groups
         ]
 
     def take_reset(self) -> None:
-        """Reset the state if the program has assigned an empty mapping to `state` of the user's own optimizer."""
+        """Call `TieredOptimizer.take_reset` if the run has such an optimizer."""
         for ref in self._optimizers[:1]:
             if isinstance(handle := ref(), TieredOptimizer):
                 handle.take_reset()
 
     def check(self) -> None:
-        """Raise ModelError if param groups have changed in a way that the run cannot follow."""
+        """Raise ModelError if the param groups have a change that the run does not support."""
         for ref in self._optimizers:
             if (owner := ref()) is not None and owner.param_groups is not self._groups:
                 raise ModelError(
@@ -489,7 +489,8 @@ class ParamGroupWatch:
 
 
 _CODE_OPTIONS = ("fused", "capturable", "differentiable")
-"""Options that choose torch's code. `foreach` is not among them: its results equal those of the for-loop."""
+"""Options by which torch chooses one of its implementations of a step. `foreach` is left out, because its results equal
+those of the for-loop."""
 _VALUES = (bool, int, float, str, tuple, list, Tensor)
 
 
@@ -499,8 +500,8 @@ def _describe(value: Any) -> str:
 
 @contextmanager
 def restored_on_error(groups: list[dict[str, Any]]) -> Iterator[None]:
-    """A context manager that restores the values of the param groups if the block raises. (A scheduler changes learning
-    rates as soon as it is built.)"""
+    """A context manager that restores the values of the param groups if the block raises. For a block that builds a
+    scheduler, which changes learning rates at once."""
     before = [dict(group) for group in groups]
     try:
         yield
@@ -516,7 +517,7 @@ _REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_
 
 def _redirect(source: Optimizer, handle: TieredOptimizer, at_end: Callable[[Callable[[], None]], None]) -> None:
     """Redirect the methods `_REDIRECTED` of `source`, the user's own optimizer, to those of `handle`. `at_end(act)`:
-    registers the function that undoes this."""
+    call `act`, which undoes this, when the run closes."""
     owner = weakref.ref(handle)
     before = {name: vars(source)[name] for name in _REDIRECTED if name in vars(source)}
     redirects = {name: MethodType(_redirected(name, owner), source) for name in _REDIRECTED}

@@ -1,7 +1,7 @@
 """Run the update over sub-groups: read sub-group i+1 while i is updated and i-1 is written.
 
-One loop, `UpdatePipeline.step`, runs every update. `UpdateJob` gives it sub-groups. `Prefetcher` reads state ahead. A
-sub-group is what the optimizer steps at once; a `StateLayout` stands for it."""
+One loop, `UpdatePipeline.step`, runs every update. An `UpdateJob` lists the sub-groups to update. `Prefetcher` reads
+state ahead. A sub-group is what the optimizer steps at once; the code refers to it by its `StateLayout`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tiered_zero.update.state_view import PieceScalars, StateView
 from tiered_zero.update.subgroup_io import ParameterSink, SubGroupIO, SubGroupWork
 
 POLL_S = 0.002
-"""How long the loop waits for a sub-group to become ready before it looks for writes that have ended."""
+"""Seconds that the loop waits for a sub-group to become ready before it looks for writes that have ended."""
 
 
 class UpdateJob:
@@ -36,13 +36,13 @@ class UpdateJob:
     computes its gradients is launched.
 
     The driver thread adds units with complete gradients (`add_unit`, in backward), then calls `finish` or `cancel`. The
-    thread that updates takes sub-groups, and counts what is computed and written. It completes the `UnitUpdate` of each
-    unit once all sub-groups with a part of the unit are computed or written.
+    thread that updates takes sub-groups, and counts those that are computed and written. When all sub-groups with a
+    part of a unit are computed, it completes `UnitUpdate.computed` of the unit; when they are written, `written`.
 
     `groups`: copies of the param groups' values. `after`: the job starts after this transfer. `param_kind`: the slots
     for new parameters: "param", or "param_back" for a delayed update, which also writes the parameters of sub-groups
-    without a gradient. `on_device`: whether the job updates state on the device, ahead of a job with the same gradients
-    for the other sub-groups."""
+    without a gradient. `on_device`: whether the job updates the sub-groups with state on the device; a second job then
+    updates the others, from the same gradients."""
 
     def __init__(
         self,
@@ -59,13 +59,13 @@ class UpdateJob:
         self.unit_updates: dict[Unit, UnitUpdate] = {}
         """Unit -> the `UnitUpdate` to complete. The driver thread adds units before `finish`."""
         self.after_of: dict[int, Transfer] = {}
-        """Index of a sub-group that was ready -> its parameters on the device are written after this transfer, because
-        earlier work of compute may read them."""
+        """Index of each sub-group that is or was ready -> a transfer. The update writes the sub-group's parameters on
+        the device after this transfer, because earlier work of compute may read them."""
         self.computed = Completion()
         """Completes when every sub-group is computed, or when the job ends."""
         self.opened: deque[SubGroupWork] = deque()
         self.written: deque[SubGroupWork] = deque()
-        """The sub-groups being read, and those being written."""
+        """`opened`: the sub-groups that are being read. `written`: those that are being written."""
         self._layouts = layouts
         self._layouts_of: dict[Unit, list[StateLayout]] = {}
         """Unit -> the sub-groups that hold a part of it."""
@@ -74,7 +74,8 @@ class UpdateJob:
                 self._layouts_of.setdefault(unit, []).append(layout)
         self._num_uncomputed = {unit: len(own) for unit, own in self._layouts_of.items()}
         self._num_unwritten = dict(self._num_uncomputed)
-        """Unit -> the number of its sub-groups that are not computed, and of those that are not written."""
+        """Unit -> the number of its sub-groups that are not computed (`_num_uncomputed`) or not written
+        (`_num_unwritten`)."""
         self._changed = threading.Condition()
         self._ready: dict[int, StateLayout] = {}
         """Index of a ready sub-group -> its layout, in the order in which sub-groups became ready."""
@@ -85,16 +86,17 @@ class UpdateJob:
 
     @cached_property
     def _waits_for(self) -> dict[int, set[Unit]]:
-        """Index of a sub-group -> its units that were not added."""
+        """Index of a sub-group -> those of its units that `add_unit` has not added yet."""
         return {own.subgroup.index: set(own.subgroup.units) for own in self._layouts}
 
     def updates(self, unit: Unit) -> bool:
-        """Return whether the update has a sub-group with a part of the unit."""
+        """Return whether a sub-group of this job holds a part of the unit."""
         return unit in self._layouts_of
 
     def add_unit(self, unit: Unit, after: Transfer) -> list[Unit]:
-        """Add a unit with complete gradients: its sub-groups that wait for no other unit are ready. Return the units
-        whose sub-groups are all ready by that. `after`: ends when compute no longer reads the unit's parameters."""
+        """Add a unit with complete gradients. A sub-group becomes ready when its last unit is added. Return the units
+        whose last sub-group becomes ready by this call. `after`: completes when compute no longer reads the unit's
+        parameters."""
         done: list[Unit] = []
         for layout in self._layouts_of[unit]:
             waits_for = self._waits_for[layout.subgroup.index]
@@ -108,8 +110,9 @@ class UpdateJob:
         return done
 
     def finish(self, after: Transfer) -> None:
-        """Make the remaining sub-groups with a gradient ready, and skip the others. Complete the updates of units
-        without a sub-group here. `after`: ends when all work that compute has launched so far is done."""
+        """Make the remaining sub-groups with a gradient ready (for a delayed update all of them), and skip the others.
+        Complete the `UnitUpdate` of each unit of which the job has no sub-group. `after`: completes when all work that
+        compute has launched so far is done."""
         for unit, unit_update in self.unit_updates.items():
             if unit not in self._layouts_of:
                 unit_update.complete()
@@ -151,8 +154,9 @@ class UpdateJob:
     # -- the thread that updates: ready sub-groups ---------------------------------------------------------------------
 
     def choose(self) -> StateLayout | None:
-        """Return the ready sub-group that the next forward needs first, of those with all gradients arrived. If there
-        is none, return the one that became ready first; None if none is ready."""
+        """Return the sub-group to update next. Of the ready ones whose gradients have all arrived, it is the one that
+        the next forward needs first; if there is none, it is the one that became ready first. None: no sub-group is
+        ready."""
         with self._changed:
             for index in sorted(self._ready):
                 if self.has_arrived(self._ready[index]):
@@ -219,7 +223,7 @@ class UpdateJob:
                 self.unit_updates[unit].complete()
 
     def fail(self, error: BaseException) -> None:
-        """Make every wait for the update of a unit that is not written yet raise `error`."""
+        """Fail the `UnitUpdate` of each unit that is not written yet, so that waits for it raise `error`."""
         for unit_update in list(self.unit_updates.values()):  # a copy: the driver may add some
             unit_update.fail(error)
 
@@ -251,10 +255,10 @@ class UpdatePipeline:
         self._prefetcher = Prefetcher(self.io, self._open_nowait)
         self._stages = view.staging is not None
         self.failures = FailureLatch()
-        """Remembers the error of the first failed update. No step runs after it, because an update rewrites state in
+        """Remembers the error of the first failed update. Every later step raises, because an update rewrites state in
         place."""
         self._held: Mapping[int, Transfer] = {}
-        """Index of a sub-group -> the transfer that ends when a save has read its state."""
+        """Index of a sub-group -> the transfer that completes when a save has read its state."""
         self._reading: Transfer = COMPLETED
 
     @cached_property
@@ -268,8 +272,8 @@ class UpdatePipeline:
         return any(map(self.io.reads, self.view.layouts))
 
     def freeze_groups(self) -> list[dict[str, Any]]:
-        """Return copies of the param groups for one update: schedulers may change the groups while it runs. Then
-        advance, in the groups themselves, what the rule changes in each step, such as a count of steps."""
+        """Return copies of the param groups for one update, because schedulers may change the groups while it runs.
+        Then make, in the groups themselves, the changes that the rule makes in each step, such as new step counts."""
         frozen = list(map(copied_group, self.view.groups))
         self._rule.advance_groups(self.view.groups, frozen)
         return frozen
@@ -287,8 +291,8 @@ class UpdatePipeline:
 
     def hold(self, until: Mapping[int, Transfer], reading: Transfer = COMPLETED) -> None:
         """Set what updates wait for while a save reads state in place. `until`: index of a sub-group -> the transfer
-        after which it may be updated. `reading`: ends when the save has read everything; never fails. Called on the
-        thread that updates."""
+        after which it may be updated. `reading`: completes when the save has read everything; never fails. Called on
+        the thread that updates."""
         self._held, self._reading = until, reading
 
     def wait_held(self) -> None:
@@ -300,8 +304,8 @@ class UpdatePipeline:
 
     def step(self, job: UpdateJob) -> None:
         """Update every sub-group of the job that has a gradient, and return when everything is written. Raises
-        TransferError or CorruptionError if a sub-group cannot be read intact: it is unchanged then, but sub-groups
-        before it are updated. After any error every `UnitUpdate` that is not complete fails, and later jobs raise the
+        TransferError or CorruptionError if a sub-group cannot be read intact: that sub-group is unchanged, but earlier
+        ones are updated. After any error every `UnitUpdate` that is not complete fails, and later jobs raise the
         error."""
         reads_ahead = self._stages and not job.on_device
         try:
@@ -325,7 +329,7 @@ class UpdatePipeline:
             job.end()
 
     def _begin(self, job: UpdateJob) -> None:
-        """Begin to read ready sub-groups: first the prefetched ones, then others as long as buffers are free."""
+        """Begin to read ready sub-groups: first those that were prefetched, then others while buffers are free."""
         job.count_skipped()
         if self._reads:
             for prefetched in map(self._prefetcher.take, job.take_among(self._prefetcher.subgroups)):
@@ -475,8 +479,9 @@ class UpdatePipeline:
         self.view.scalars.replace(layout, scalars)
 
     def _spans(self, segment: Segment, gradients: GradientSource, scalars: PieceScalars) -> list[list[ParamPiece]]:
-        """Group the segment's pieces (parts of parameters) with gradients, one list for each `Run`: neighbours in one
-        param group that share one object of scalars, or a single piece if the rule is not elementwise."""
+        """Group the segment's pieces (parts of parameters) that have gradients. Return one list for each `Run`:
+        neighbours in one param group that share one object of scalars, or a single piece if the rule is not
+        elementwise."""
         spans: list[list[ParamPiece]] = []
         last: ParamPiece | None = None
         for piece in segment.pieces:
@@ -512,7 +517,7 @@ class Prefetcher:
         self._open_nowait = open_nowait
         self._param_kind = "param"
         self._works: dict[int, SubGroupWork] = {}
-        """Index of a sub-group that was read ahead -> its work, in the order of the reads."""
+        """Index of a sub-group that was read ahead -> its `SubGroupWork`, in the order of the reads."""
         self._expected: dict[int, StateLayout] = {}
         """The sub-groups to read ahead next, by index, in order."""
         self._order: dict[int, StateLayout] = {}

@@ -76,12 +76,12 @@ class UpdatePolicy(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Prepare a step: finish the updates under way, and let compute use no weights that this step is about to
+        """Prepare a step: finish the updates under way, and block compute from using the weights that this step will
         change. If this raises, no weight has changed, except by updates that began in backward."""
 
     @abstractmethod
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
-        """Run the update of the prepared step; or start it, and make each read of weights wait for it. If this raises,
+        """Run the update of the prepared step, or start it and make each read of weights wait for it. If this raises,
         the caller calls `latch`, because the update may be partly done."""
 
     @abstractmethod
@@ -118,8 +118,8 @@ class UpdatePolicy(ABC):
             self.failures.check(_refusal)
 
     def check_untouched(self, act: str) -> None:
-        """Raise ModelError if an update that began in backward still waits for its step(). Its message begins with
-        `act`."""
+        """Raise ModelError if an update that began in backward still waits for its step(). `act`: the beginning of the
+        message, such as "State is to be saved"."""
         return
 
     def create_state(self, params: Collection[nn.Parameter]) -> None:
@@ -163,7 +163,7 @@ class UpdatePolicy(ABC):
         act()
 
     def _cancel_prefetch(self) -> None:
-        """Drop the state that was read ahead, unless an update runs, which uses it."""
+        """Drop the state that was read ahead, unless an update is under way: it uses that state."""
         if self._is_idle():
             self._pipeline.cancel_prefetch()
 
@@ -207,7 +207,7 @@ class UpdatePolicy(ABC):
 
 
 def _refusal(error: BaseException) -> str:
-    """Return the message of the EngineFailedError that calls after the failure `error` raise."""
+    """Return the message of the EngineFailedError that every call raises after the failure `error`."""
     if isinstance(error, EngineFailedError) and error.__cause__ is None:  # set by `latch`
         text = f"{error}; weights and state are partly new and partly those before."
     else:

@@ -1,8 +1,8 @@
 """Read and write a rank's optimizer state between updates: masters and arrays in the slots of sub-groups, scalars in
 memory.
 
-A sub-group is what the optimizer steps at once; a `StateLayout` stands for it. A segment is the part of a unit in a
-sub-group, and a piece the part of a parameter."""
+A sub-group is what the optimizer steps at once; the code refers to it by its `StateLayout`. A segment is the part of a
+unit in a sub-group, and a piece the part of a parameter."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PieceScalars = Mapping[int, Mapping[str, Any]]
 @final
 class Scalars:
     """Holds the scalars of every piece that has state, by sub-group. A sub-group without scalars has masters and no
-    other state. Neighbouring pieces that share one object of scalars are stepped together."""
+    other state. One update steps neighbouring pieces together if they share one object of scalars."""
 
     def __init__(self, layouts: Sequence[StateLayout], of_subgroups: Mapping[int, PieceScalars] | None = None) -> None:
         self._layouts = layouts
@@ -98,8 +98,8 @@ class Scalars:
 
 @final
 class ParamShards:
-    """Lets all ranks read and change masters and state together. `trained`: names of the parameters that any rank
-    trains. `is_sharded`: whether each rank holds only its shards. Used on the driver thread.
+    """Lets all ranks read and change masters and state together. `trained`: names of the parameters that at least one
+    rank trains. `is_sharded`: whether each rank holds only its shards. Used on the driver thread.
 
     All ranks make each change together. If state is sharded, they also read together; otherwise a rank may read
     alone."""
@@ -218,8 +218,8 @@ class StateView:
             self._write(layout, segment, parts)
 
     def follow(self, unit: Unit, flat: torch.Tensor, old: torch.Tensor | None = None) -> None:
-        """Adapt the masters after user code has changed parameters: the master of each changed element becomes equal to
-        the element. `flat`: the new parameters, [P] of the unit's dtype on the CPU. `old`: the parameters before the
+        """Update the masters after user code has changed parameters: the master of each changed element becomes equal
+        to the element. `flat`: the new parameters, [P] of the unit's dtype on the CPU. `old`: the parameters before the
         change, [P]; needed if slots store only the remainders of masters (`need_params`)."""
         for layout, segment in self._segments(unit):
             before = None if old is None else segment.part_of(old)
@@ -254,7 +254,7 @@ class StateView:
         self, layout: StateLayout, read: slice, write: slice | None = None
     ) -> AbstractContextManager[torch.Tensor]:
         """Return a context manager that lends the bytes of a sub-group's slot. If the slot is on NVMe, it reads the
-        range `read` of them before the block, and writes the range `write` after it."""
+        range of bytes `read` before the block, and writes the range `write` after it."""
         return leased_slot(self.inventory.home(layout.subgroup, "state"), self.staging, read, write)
 
     def initialize(
@@ -302,7 +302,7 @@ class StateView:
         anew: bool,
     ) -> None:
         """Write the state of some pieces to `raw`, a slot's bytes. `given`: index of a piece -> the whole parameter's
-        state, in torch's format. `anew`: initialize the state of all other pieces; False keeps it."""
+        state, in torch's format. `anew`: whether to initialize the state of all other pieces; False keeps it."""
         marks = layout.marks(raw)
         signs = None if marks is None else marks.clone()
         before: PieceScalars = {} if anew else self.scalars.of(layout)

@@ -1,8 +1,9 @@
-"""Read the state, parameters and gradients of sub-groups to where they are updated, and write the results to their
+"""Read the state, parameters and gradients of sub-groups into memory for their update, and write the results to their
 homes.
 
-A sub-group is what the optimizer steps at once; a `StateLayout` stands for it. A segment is the part of a unit in a
-sub-group. What cannot be updated in place passes through a staging buffer: it is "staged"."""
+A sub-group is what the optimizer steps at once; the code refers to it by its `StateLayout`. A segment is the part of a
+unit in a sub-group. Bytes are "staged" if they pass through a staging buffer, because they cannot be updated in
+place."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ class ParameterSink(Protocol):
         through a staging buffer. `on_device`: whether the update runs on the device."""
 
     def read(self, segment: Segment, kind: str, window: torch.Tensor | None) -> Transfer | None:
-        """Copy the segment's present parameters to `window`, or without one to the slot of `kind`. Return the transfer;
+        """Copy the segment's present parameters to `window`; if it is None, to the slot of `kind`. Return the transfer;
         None if the copy is complete, or if the parameters are there already."""
 
     def write(
@@ -42,8 +43,8 @@ class ParameterSink(Protocol):
     ) -> tuple[Transfer, int | None]:
         """Start to write new values from `window` to their home, after the transfer `after`. Return (transfer, offset).
 
-        `unit_update`: the update of the segment's unit; None if no reader waits for it. `offset`: the segment's first
-        byte in the unit, if `unit_update` lends `window` to readers until it is written; else None."""
+        `unit_update`: the update of the segment's unit; None if no fetch waits for it. `offset`: the segment's first
+        byte in the unit, if fetches may copy from `window` until it is written; else None."""
 
 
 @dataclass(eq=False, repr=False)
@@ -98,12 +99,12 @@ class SubGroupWork:
     """One sub-group that is being read, updated or written.
 
     `raw`: the state, [n] uint8, in place or in the staging buffer. `lease`: the staging buffer; None if nothing is
-    staged. `is_staged`: whether the state is staged. `on_device`: whether the update runs on the device.
-    `pending`: (update of a unit, first byte in the unit) of each part that readers may use until it is written.
+    staged. `is_staged`: whether the state is staged. `on_device`: whether the update runs on the device. `pending`:
+    (update of a unit, first byte in the unit) of each part that fetches may copy from until it is written.
 
     For each segment: `windows`: the staged parameters; None in place. `grad_windows`: memory for gradients on NVMe;
-    None for others. `outs`: the memory to which the rule writes parameters, [numel]. Windows are parts of the buffer,
-    [nbytes] uint8."""
+    None for others. `outs`: the memory to which the rule writes parameters, [numel]. Windows are parts of the staging
+    buffer, [nbytes] uint8."""
 
     layout: StateLayout
     param_kind: str
@@ -127,8 +128,8 @@ class SubGroupWork:
 
 @dataclass(eq=False, repr=False)
 class SubGroupIO:
-    """Reads sub-groups to where they are updated, and writes the results to their homes. Used by one thread at a time.
-    A staging buffer holds what is staged of one sub-group, in this order: state, parameters, gradients.
+    """Reads sub-groups into memory for their update, and writes the results to their homes. Used by one thread at a
+    time. A staging buffer holds the staged bytes of one sub-group, in this order: state, parameters, gradients.
     `_gradient_dtypes`: unit with gradients on NVMe -> their dtype."""
 
     _inventory: Inventory
@@ -212,7 +213,7 @@ class SubGroupIO:
 
     def bind_outputs(self, work: SubGroupWork) -> None:
         """Set `work.outs`, the memory for new parameters. Called right before the update, because a delayed update
-        swaps the homes of parameters. If masters adopt parameters that user code has changed, also read the present
+        swaps the homes of parameters. If masters take over parameters that user code has changed, also read the present
         parameters to the windows."""
         work.outs = []
         for segment, window in zip(work.layout.subgroup.segments, work.windows, strict=True):
@@ -230,8 +231,8 @@ class SubGroupIO:
             work.outs.append(out)
 
     def read_gradients(self, work: SubGroupWork, gradients: GradientSource) -> None:
-        """Start to read the gradients on NVMe of the sub-group in `work`, unless an earlier call has. Backward must
-        have completed all of them."""
+        """Start to read the sub-group's gradients on NVMe, unless an earlier call has started it. Backward must have
+        completed all of them."""
         if work.reads_gradients:
             return
         work.reads_gradients = True
@@ -249,8 +250,8 @@ class SubGroupIO:
         *,
         masters_alone: bool = False,
     ) -> None:
-        """Start to write state and parameters. `unit_updates`: unit -> the update from which readers get staged
-        parameters. `after`: parameters on the device are written after this transfer. `masters_alone`: whether the slot
+        """Start to write state and parameters. `unit_updates`: unit -> the update that lends its staged parameters to
+        fetches. `after`: parameters on the device are written after this transfer. `masters_alone`: whether the slot
         has only masters."""
         home, on_device = work.home, work.on_device
         if work.is_staged:
