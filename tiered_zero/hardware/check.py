@@ -1,8 +1,7 @@
 """Make the checks of `tiered-zero doctor --device`, and the measurements of memory, link and compute for plans.
 
-Each check takes an open accelerator and returns one finding. Main thread, with an idle device. Errors of torch are
-raised unchanged.
-"""
+Each check takes an open accelerator and returns one finding. Call them on the main thread, with an idle device. Errors
+of torch are raised unchanged."""
 
 from __future__ import annotations
 
@@ -290,9 +289,9 @@ def product_rates(accelerator: Accelerator) -> Mapping[str, float]:
 def model_rates(
     accelerator: Accelerator, products: Mapping[str, float]
 ) -> tuple[Mapping[str, float], Mapping[str, float]]:
-    """Measure a small model's forward and backward, without their matrix products. Return dtype name -> elements of
-    hidden states per second in the blocks, and dtype name -> logits per second in the loss. Dtypes that are slow, or in
-    which the model does not run, are left out."""
+    """Measure a small model's forward and backward; the time of matrix products is subtracted. Return dtype name ->
+    elements of hidden states per second in the blocks, and dtype name -> logits per second in the loss. Dtypes that are
+    slow, or in which the model does not run, are left out."""
     tokens, layers, vocab = _MODEL_SHAPES[accelerator.device.type == "cpu"]
     hidden = _SHAPES[accelerator.device.type == "cpu"][1]
     in_blocks, logits = {}, {}
@@ -308,7 +307,7 @@ def model_rates(
 
 
 def _rate_besides(amount: float, product_s: float, work: Callable[[], object]) -> float:
-    """Return `amount` per second of `work` without its matrix products, which take `product_s` seconds."""
+    """Return `amount` per second of `work`, after `product_s`, the seconds of its matrix products, are subtracted."""
     seconds = 1 / median_rate(1.0, work)
     return amount / max(seconds - product_s, seconds / 10)
 

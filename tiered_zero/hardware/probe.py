@@ -38,8 +38,8 @@ def accelerator_names() -> list[str]:
 
 
 def available_device_nbytes(device: torch.device, own: Iterable[torch.Tensor] = ()) -> int | None:
-    """Return the bytes of accelerator memory that this process can still get, with torch's unused memory and `own`,
-    tensors that will be freed. Return None for the CPU, or if torch cannot tell."""
+    """Return the bytes of accelerator memory that this process can still get. They include memory that torch has
+    reserved and does not use, and `own`, tensors that will be freed. None: the CPU, or torch does not report them."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None or found.type != device.type:
         return None
@@ -104,7 +104,7 @@ def _read_int(*candidates: Path) -> int | None:
 
 
 def place_of(cpu: int, system: Path = SYSTEM) -> Place:
-    """Return the NUMA node, package and core of processor `cpu`; 0 for each one that the system does not tell."""
+    """Return the NUMA node, package and core of processor `cpu`; 0 for each that the system does not report."""
     folder = system / "devices/system/cpu" / f"cpu{cpu}"
     nodes = [entry.name[4:] for entry in folder.glob("node[0-9]*")]
     package, core = (read_text(folder / "topology" / name) for name in ("physical_package_id", "core_id"))
@@ -112,7 +112,7 @@ def place_of(cpu: int, system: Path = SYSTEM) -> Place:
 
 
 def gpu_node(device: torch.device, system: Path = SYSTEM) -> int | None:
-    """Return the NUMA node of an accelerator; None for the CPU, or if torch or the system does not tell."""
+    """Return the NUMA node of an accelerator; None for the CPU, or if torch or the system does not report it."""
     find = getattr(torch.get_device_module(device), "get_device_properties", None)
     if device.type == "cpu" or find is None:
         return None
@@ -132,7 +132,7 @@ def near_cpus(device: torch.device, system: Path = SYSTEM) -> set[int]:
 
 
 def pci_node(address: str, system: Path = SYSTEM) -> int | None:
-    """Return the NUMA node of the PCI device at `address` ("0000:3b:00.0"); None if the system does not tell."""
+    """Return the NUMA node of the PCI device at `address` ("0000:3b:00.0"); None if the system does not report it."""
     node = _number(read_text(system / "bus/pci/devices" / address / "numa_node"))
     return node if node is not None and node >= 0 else None
 

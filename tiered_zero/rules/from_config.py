@@ -47,10 +47,10 @@ _CLASSES: dict[str, type[Optimizer]] = {
 
 _FLAG_OR_NULL = ("foreach", "fused")
 _TORCH_CODE = ("fused", "foreach", "capturable", "differentiable")
-"""Options that make torch's own code take the step, instead of the native kernel."""
+"""Options with which torch's own code makes the step instead of the native kernel."""
 _REFUSED_OPTIONS = {"capturable", "differentiable"}
 _NATIVE: dict[type, type[NativeRule]] = {torch.optim.SGD: SgdRule, torch.optim.Adagrad: AdagradRule, Lion: LionRule}
-"""Optimizer class -> its rule on the native kernel. `make_rule` adds Adam and AdamW."""
+"""Optimizer class -> its rule on the native kernel. `make_rule` itself handles Adam and AdamW."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,7 +61,7 @@ _DTYPE = attrgetter("dtype")
 _IS_CPU = attrgetter("is_cpu")
 _MASTER, _GRAD = attrgetter("master"), attrgetter("grad")
 _torch_bits: dict[Hashable, bool] = {}
-"""(rule, kernel) -> True if both together give torch's bits. Each pair is tested once per process."""
+"""(rule, kernel) -> whether updates by both together have torch's bits. Each pair is tested once per process."""
 
 _ROOTS = Flag(0), Flag.NEWTON_ROOT, Flag.TORCH_ROOT
 """The kernel's square roots, fastest first."""
@@ -96,18 +96,18 @@ class _Batch:
 
 
 class NativeRule(UpdateRule):
-    """An elementwise rule on the native kernel. Torch steps runs that are not on the CPU.
+    """An elementwise rule whose steps the native kernel makes. Torch makes the steps of runs that are not on the CPU.
 
     Masters are fp32, or int16 remainders if the rule has an `unsigned_field` ([Note: bf16 and remainder]). State arrays
-    are fp32, or bf16 with stochastic rounding. Scalars are those of TorchRule, as plain numbers.
-    """
+    are fp32, or bf16 with stochastic rounding. Scalars are those of TorchRule, as plain numbers."""
 
     elementwise = True
     _class: type[Optimizer]
     _takes_root = False
     _counts_steps = True
     _variants: Sequence[Mapping[str, Any]] = ()
-    """Param group values for the test of torch's bits. Together with the defaults they use every operation."""
+    """Param group values with which the test of torch's bits makes steps. With the defaults, they cover every
+    operation."""
 
     def __init__(self, kernel: UpdateKernel | None, state_dtype: torch.dtype = torch.float32, **options: Any) -> None:
         """Make the rule, and test whether the kernel gives torch's bits. `kernel`: the native kernel; None: torch makes
@@ -132,7 +132,8 @@ class NativeRule(UpdateRule):
         """Compute the kernel's factors for one step, in double precision as torch does."""
 
     def _phase(self, scalars: Mapping[str, Any]) -> float:
-        """Return the number of steps made. A rule that counts none returns 1 if its state is filled, else 0."""
+        """Return the number of steps made. A rule that does not count steps returns 1 if its state is filled, else
+        0."""
         return float(scalars.get("step", 0)) if self._counts_steps else float("initialized" in scalars)
 
     def _next_scalars(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,7 +144,7 @@ class NativeRule(UpdateRule):
         return {"step": torch.tensor(self._phase(scalars))} if self._counts_steps else dict(scalars)
 
     def _reference_scalars(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Return scalars for TorchRule: with these, torch's own code makes the same next step."""
+        """Return the scalars with which TorchRule makes the step that this rule would make next."""
         return self._torch_scalars(scalars)
 
     def _own_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,7 +200,7 @@ class NativeRule(UpdateRule):
                 self._update_by_torch(group)
 
     def kind_of(self, run: Run) -> Hashable:
-        """Return a key: runs with equal keys have the same factors and can be stepped together."""
+        """Return a key: the kernel steps runs with equal keys together, because their factors are equal."""
         dtypes = run.master.dtype, run.grad.dtype, None if run.out is None else run.out.dtype
         return id(run.hyper), self._phase(run.scalars), run.grad_scale, run.master.is_cpu, run.grad.is_cpu, dtypes
 
@@ -360,7 +361,7 @@ def missing_kernel() -> str:
 
 
 def flags_of(**chosen: Any) -> Flag:
-    """Combine the kernel's flags that are named and true, as in `flags_of(MAXIMIZE=True, AMSGRAD=False)`."""
+    """Combine the kernel's flags whose arguments are true: `flags_of(MAXIMIZE=True, AMSGRAD=False)` is MAXIMIZE."""
     return reduce(or_, (Flag[name] for name, is_set in chosen.items() if is_set), Flag(0))
 
 
@@ -437,7 +438,8 @@ class AdamRule(NativeRule):
 
     @staticmethod
     def seed_of(step: float) -> int:
-        """Return the seed of stochastic rounding in step `step`. Each state array after the first adds 1."""
+        """Return the seed of stochastic rounding in step `step`. For each state array the caller adds its index (0, 1,
+        ...)."""
         return int(step) * 0x9E3779B1 & 0xFFFFFFFF
 
     def _array_names(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:

@@ -24,7 +24,8 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def _decoded_bytes() -> dict[torch.dtype, torch.Tensor]:
-    """Return dtype of codes -> [256] fp32. Entry b is the value, relative to the scale, of the code with byte b."""
+    """Return dtype of codes -> table, [256] fp32. Entry b: the value of the code whose byte is b, divided by the
+    scale."""
     code = torch.arange(256, dtype=torch.float64)
     # Products, without pow, so that the tables are equal on every processor. The kernel reads them too.
     signed, square = torch.where(code < 128, code, code - 256) / _SIGNED, (code / _UNSIGNED).square()
@@ -119,7 +120,7 @@ class QuantizedAdam(UpdateRule):
         return stepped.scalars
 
     def _scratch(self, name: str, array: torch.Tensor) -> torch.Tensor:
-        """Return fp32 memory, [n], for the decoded values of `array`, codes of the state array `name`."""
+        """Return fp32 memory, [n], for the decoded values of `array`: the codes of the state array called `name`."""
         kept, numel = self._floats.get(name), array.numel()  # all chunks share it: it stays in the cache
         if kept is None or kept.numel() < numel or kept.device != array.device:
             kept = self._floats[name] = torch.empty(numel, device=array.device)
@@ -153,7 +154,7 @@ def _table(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 def quantize(
     codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, seed: int | None, kernel: UpdateKernel | None
 ) -> None:
-    """Compute `codes` and `scales` from `values`, fp32. `seed`: of the noise for stochastic rounding; None: round to
+    """Compute `codes` and `scales` from `values`, [n] fp32. `seed`: the seed of stochastic rounding; None: round to
     nearest, so that values from `dequantize` get their old codes. torch and the kernel give the same bits."""
     if kernel is not None and seed is not None:
         kernel.convert(_moments(codes, scales, values, seed & 0xFFFFFFFF, quantizes=True))

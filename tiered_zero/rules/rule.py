@@ -19,7 +19,8 @@ from tiered_zero.sizes import align_up
 
 _CPU_CHUNK_NUMEL = 1 << 17
 _DEVICE_CHUNK_NUMEL = 1 << 22
-"""The most elements that a step processes at once, on the CPU and on an accelerator. This limits temporary memory."""
+"""The most elements that a step processes at once, on the CPU (_CPU_CHUNK_NUMEL) and on an accelerator. This limits
+temporary memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +89,8 @@ class UpdateRule(ABC):
         time."""
 
     def init_state(self, state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]) -> None:
-        """Write the initial values to a run's state arrays, which are zero, before its first step."""
+        """Set a run's state arrays to their initial values, before its first step. The arrays are zero when this is
+        called."""
         return
 
     def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,7 +138,7 @@ class UpdateRule(ABC):
 
     def advance_groups(self, groups: Sequence[dict[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> None:
         """Make the changes of one step, such as new step counts, in the user's param `groups`. `frozen`: copies of the
-        groups, for the step to read. Called on the driver thread, before `update`."""
+        groups from before the changes, which the step reads. Called on the driver thread, before `update`."""
         return
 
     @abstractmethod
@@ -191,8 +193,8 @@ def packed(runs: Sequence[Run], block_numel: int = 1, per_block: Collection[str]
 
 
 def _join(arrays: Sequence[torch.Tensor], block_numel: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Copy `arrays` one after another into a new array, so that each begins at a multiple of `block_numel`. Return the
-    new array, and for each of `arrays` the view of its copy."""
+    """Copy `arrays` one after another into a new array, where each begins at a multiple of `block_numel`. Return the
+    new array, and a list with the view of each copy."""
     numels = [array.numel() for array in arrays]
     spans = [align_up(numel, block_numel) for numel in numels]
     make = torch.empty if spans == numels else torch.zeros

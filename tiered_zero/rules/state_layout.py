@@ -87,7 +87,7 @@ class MasterFormat(ABC):
 
     def bind(self, master: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
         """Return the array, [n], that the update steps as masters. `master`: the stored array, [n]. `params`: the
-        memory, [n], of the new parameters. If `follows_params`, it holds the present ones."""
+        memory for the new parameters, [n]; if `follows_params`, it holds the present parameters."""
         return master
 
     @abstractmethod
@@ -102,12 +102,13 @@ class MasterFormat(ABC):
     @abstractmethod
     def follow(self, parts: Parts, new: torch.Tensor, old: torch.Tensor | None) -> Parts | None:
         """Return the arrays to store after user code has changed parameters from `old` to `new`, [n]; None if no
-        parameter changed. The new value of a parameter becomes its master. `old` may be None if `needs_params` is
+        parameter changed. A changed parameter's new value becomes its master. `old` may be None if `needs_params` is
         false."""
 
     @abstractmethod
     def copy_unstepped(self, masters: Parts, outs: Parts) -> None:
-        """Round `masters` that this update does not step, and write them to their parameters `outs`."""
+        """Write masters that this update does not step to the memory of their parameters, rounded. `masters`, `outs`:
+        the arrays, in one order."""
 
 
 class FullMasters(MasterFormat):
@@ -135,7 +136,8 @@ class FullMasters(MasterFormat):
 
 @final
 class FollowingMasters(FullMasters):
-    """Stores fp32 masters of 16-bit parameters. An update adopts the parameters that user code has changed."""
+    """Stores fp32 masters of 16-bit parameters. An update first copies to the masters the parameters that user code has
+    changed."""
 
     follows_params = True
 
@@ -185,7 +187,7 @@ class RemainderMasters(MasterFormat):
         return join_master(params, parts[0], parts[1].signbit())
 
     def replace(self, parts: Parts, master: torch.Tensor, params: torch.Tensor | None = None) -> None:
-        """Store the masters as `MasterFormat.replace` says. Second moments get the marks as signs."""
+        """See `MasterFormat.replace`. The signs of second moments become the marks."""
         for start in range(0, master.numel(), _STEP_NUMEL):
             own = slice(start, start + _STEP_NUMEL)
             rounded, remainder, mark = split_master(master[own])
@@ -312,8 +314,9 @@ class StateLayout:
         stop: int | None = None,
         views: Mapping[int, torch.Tensor] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Return name -> view of a piece's state in `raw`, the slot's bytes. With an elementwise rule the views end at
-        element `stop`, or with the piece. `views`: the result of `views(raw)`; None: made here."""
+        """Return name -> view of a piece's state in `raw`, the slot's bytes. `stop`: for an elementwise rule, the
+        element of the sub-group at which the views end; None: the piece's end. `views`: the result of `views(raw)`;
+        None: made here."""
         state = {}
         for array in self.arrays_for(piece):
             view = _view(raw, array) if views is None else views[array.offset]

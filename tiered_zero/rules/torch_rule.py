@@ -1,7 +1,6 @@
-"""Use any torch.optim class as an update rule, by its own code, and copy, step and flatten optimizers.
+"""Make an update rule that steps with the code of any torch.optim class.
 
-The functions at the top copy an optimizer, step chosen parameters, and flatten their state.
-"""
+The functions at the top copy an optimizer, step chosen parameters, and flatten their state."""
 
 from __future__ import annotations
 
@@ -33,7 +32,8 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def bare_copy(optimizer: Optimizer) -> Optimizer:
-    """Copy an optimizer without its parameters, state, step hooks, and a scheduler's wrapper around `step`."""
+    """Copy an optimizer, except its parameters, its state, its step hooks, and the wrapper around `step` that a
+    scheduler adds."""
     bare = type(optimizer).__new__(type(optimizer))
     omitted = ("step", "param_groups", "state")
     # Tensors are copied too: a step may move them to its device.
@@ -82,8 +82,8 @@ def advance(
     tracks_group: bool = False,
 ) -> tuple[list[State], Group]:
     """Step `optimizer` once on `leaves`, its only parameters. `group`: the values of their param group. `states`: the
-    state of each leaf. Return each leaf's new state, and the group's values that the step changed. `tracks_group`: look
-    for such values; False: the class is known to change none."""
+    state of each leaf. Return each leaf's new state, and the values of the group that the step changed. `tracks_group`:
+    whether to look for such values; False if the class is known to change none."""
     own = copied_group(group) if tracks_group else group
     optimizer.param_groups = [{**own, "params": list(leaves)}]
     optimizer.state = defaultdict(dict, zip(leaves, states, strict=True))
@@ -192,7 +192,7 @@ def example_leaf(values: torch.Tensor) -> torch.Tensor:
 
 
 def leaves_of(runs: Sequence[Run]) -> list[torch.Tensor]:
-    """Return the masters of `runs` as parameters. `.grad` is the run's gradient in fp32, multiplied by
+    """Return the masters of `runs` as leaf tensors. `.grad` is the run's gradient in fp32, multiplied by
     `Run.grad_scale`."""
     leaves = [run.master.detach().requires_grad_() for run in runs]
     grads = [run.grad for run in runs]
@@ -259,12 +259,12 @@ _Constructor = Callable[[list[Any]], Optimizer]
 
 
 class TorchRule(UpdateRule):
-    """Steps with the code of an optimizer's class. Gives the bits of that optimizer over whole fp32 parameters and
-    gradients.
+    """Steps with the code of an optimizer's class. Results have the bits that the optimizer gives with whole fp32
+    parameters and gradients.
 
     A class in ELEMENTWISE gets [n] runs, cut anywhere. Any other class gets whole parameters, one at a time, and must
-    update each of them by itself. Arrays of the state are in `Run.state`, all other state is in `Run.scalars`.
-    """
+    update each independently of the others. Arrays of the state are in `Run.state`, all other state is in
+    `Run.scalars`."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         """Make the rule for `optimizer`, which is neither changed nor stepped. Raises ModelError if its class cannot
@@ -316,7 +316,7 @@ class TorchRule(UpdateRule):
                 self._step(batch)
 
     def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> State:
-        """Return the state that the constructor creates; {} for other classes."""
+        """Return the state that the constructor creates; {} if the first step creates it."""
         return {} if self._construct is None else self._first_state(torch.zeros(shape, requires_grad=True), hyper)
 
     def export_state(self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> State:
@@ -339,8 +339,8 @@ class TorchRule(UpdateRule):
     def import_state(
         self, values: Mapping[str, Any], state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]
     ) -> State:
-        """Copy state in torch's format to the arrays `state`, and return the scalars. Scalar tensors become fp32. Step
-        counts keep their dtype, unless torch would keep them on the device."""
+        """Copy state in torch's format to the arrays `state`, and return the scalars. Scalar tensors become fp32 on the
+        CPU, but a step count keeps its dtype. With fused or capturable all become fp32 on the device of the arrays."""
         scalars = flattened(values)
         for name, home in state.items():
             if isinstance(scalars.get(name), torch.Tensor):
@@ -518,8 +518,8 @@ class TorchRule(UpdateRule):
             )
 
     def _refuse_coupling(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> None:
-        """Raise ModelError if the class does not update each parameter by itself: if two small parameters get other
-        bits when the class steps them together than when this rule steps each alone."""
+        """Raise ModelError if the class does not update each parameter independently. Two small parameters are stepped
+        together by the class, and one by one by this rule: their bits must be equal."""
         generator = torch.Generator().manual_seed(0)
         starts = torch.randn((2, *shape), generator=generator)
         grads = torch.randn((PROBE_STEPS, 2, *shape), generator=generator)

@@ -24,8 +24,9 @@ from tiered_zero.tiers.tier import Slot, StartCopy, Tier, UnitUpdate, as_bytes
 
 @dataclass(kw_only=True)
 class _Chunk:
-    """The bytes that one read from disk brings to a fetch. `part`: the device memory to fill, [n] uint8. `offset`: the
-    first byte in the slot. `lease`: the staging buffer, if there is one. `read`: None until the read begins."""
+    """One read from disk within a fetch. `part`: the device memory to fill, [n] uint8. `offset`: the first byte in the
+    slot. `lease`: the staging buffer through which the bytes pass, once it is leased. `read`: None until the read
+    begins."""
 
     part: torch.Tensor
     offset: int
@@ -35,9 +36,9 @@ class _Chunk:
 
 @dataclass(kw_only=True)
 class _Fetch:
-    """A fetch under way. `target`: the device memory to fill, [n] uint8. `pages`: the same memory if the disk can write
-    to it. `update`: the update that still writes the record. `is_deferred`: whether staging buffers are leased by
-    the job on the fetch lane, not when the fetch begins."""
+    """A fetch under way. `target`: the device memory to fill, [n] uint8. `pages`: the whole pages of `target`, if the
+    disk can read into them directly; else None. `update`: the update that still writes the record. `is_deferred`:
+    whether the job on the fetch lane leases staging buffers."""
 
     record: Record
     target: torch.Tensor
@@ -56,12 +57,13 @@ def _release_all(chunks: list[_Chunk]) -> None:
 
 
 def _kind_of(slot: Slot, place: int) -> str:
-    """Return the kind under which the ledger counts a slot's place on disk. `place`: 0, or 1 for the second one."""
+    """Return the kind under which the ledger counts a slot's place on disk. `place`: 0 for the first place, 1 for the
+    second."""
     return COMMIT_KINDS.get(slot.kind, slot.kind) if place else slot.kind
 
 
 def _memory(buffer: torch.Tensor) -> memoryview:
-    """Return the bytes of a buffer for the store. They keep its memory alive."""
+    """Return the bytes of a buffer as the store accepts them. The memoryview keeps the buffer's memory alive."""
     array: Any = buffer.numpy()
     return memoryview(array)
 
@@ -111,8 +113,8 @@ class NvmeTier(Tier):
         return transfer
 
     def _charge(self, slot: Slot, num_places: int) -> None:
-        """Charge the slot's bytes to the ledger once for each place that it has on disk: a slot that is written again
-        after a commit has two. `num_places`: how many it has now; only those not charged yet are charged."""
+        """Charge the slot's bytes to the ledger once for each place on disk that is not charged yet. `num_places`: how
+        many places the slot has now; a slot that is written again after a commit has two."""
         for place in range(self._num_charged.get(slot, 0), num_places):
             self._ledger.charge(self.name, _kind_of(slot, place), slot.nbytes)
             self._num_charged[slot] = place + 1
@@ -144,8 +146,8 @@ class NvmeTier(Tier):
             raise
 
     def _copier(self, compute: Transfer, in_place: bool) -> StartCopy:
-        """Return a function that starts a copy to the device on a lane, after `compute`. `in_place`: whether the
-        function copies on the calling thread instead, before it returns."""
+        """Return a function that starts a copy to the device. `in_place`: whether it copies on the calling thread,
+        before it returns; else a lane copies, after `compute`."""
         copy = self._accelerator.copy
 
         def copy_at_once(target: torch.Tensor, source: torch.Tensor) -> Transfer:
@@ -159,7 +161,7 @@ class NvmeTier(Tier):
 
     def _cut(self, fetch: _Fetch, spans: Sequence[tuple[int, int]], takes_buffers: bool = False) -> None:
         """Cut `spans`, ranges of bytes (from, to), into chunks of the fetch. Start the read of each chunk that has
-        memory: in `fetch.pages`, or in a free staging buffer if `takes_buffers`."""
+        memory: in `fetch.pages`, or, if `takes_buffers`, in a free staging buffer."""
         pages, record = fetch.pages, fetch.record
         most = self._staging.buffer_nbytes if pages is None else fetch.target.numel()
         for start, end in ((at, min(at + most, stop)) for begin, stop in spans for at in range(begin, stop, most)):

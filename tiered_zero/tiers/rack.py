@@ -29,7 +29,8 @@ logger = logging.getLogger("tiered_zero")
 @final
 @dataclass(frozen=True, kw_only=True)
 class AdoptedStore:
-    """A committed state from which a store of swap files resumes. `metadata`: what the commit holds besides records."""
+    """A committed state from which the store of a resumed run starts. `metadata`: what the commit holds besides
+    records."""
 
     directory: Path
     step: int
@@ -38,7 +39,7 @@ class AdoptedStore:
 
 @final
 class TierRack:
-    """Allocates the memory and swap files of every tier, and the staging buffers. Driver thread.
+    """Allocates the memory and swap files of every tier, and the staging buffers. Used on the driver thread.
 
     All are closed when `resources` closes its group "tiers". Swap directories without a commit are then removed."""
 
@@ -52,8 +53,8 @@ class TierRack:
         model_name: str = "",
         adopted: Mapping[tuple[str, ...], AdoptedStore] | None = None,
     ) -> None:
-        """`model_name`: is written to `owner.json` in each swap directory. `adopted`: swap paths -> the state to resume
-        there. Raises ConfigError, StoreError and BudgetError."""
+        """`model_name`: a text for `owner.json` in each swap directory. `adopted`: swap paths -> the state from which
+        the run resumes there. Raises ConfigError, StoreError and BudgetError."""
         zero, accelerator = config.zero_optimization, runtime.accelerator
         self._config, self._runtime, self._resources, self._model_name = config, runtime, resources, model_name
         self._pools: list[StagingPool] = []
@@ -101,7 +102,8 @@ class TierRack:
             pool.reclaim()
 
     def tier(self, name: str, kind: str) -> Tier:
-        """Return the tier `name` ("device", "host" or "nvme") for bytes of `kind`, which `nvme` lists."""
+        """Return the tier called `name`: "device", "host" or "nvme". `kind`: the kind of the bytes, a key of `nvme`,
+        which chooses the nvme tier."""
         in_memory: dict[str, Tier] = {"device": self.device, "host": self.host}
         return in_memory.get(name) or self.nvme[kind]
 
@@ -152,8 +154,8 @@ class TierRack:
 
 
 def scratch_needs(config: Config, plan: Plan) -> dict[str, tuple[tuple[str, ...], int]]:
-    """Return "gradient" and "activation" -> (swap directories, bytes that the plan puts there); a kind without such
-    bytes is left out. No commit includes these bytes."""
+    """Return kind ("gradient", "activation") -> (swap directories, bytes that the plan puts there). Kinds without bytes
+    on nvme are left out. No commit includes these bytes."""
     paths = {
         "gradient": config.zero_optimization.offload_optimizer.nvme_paths,
         "activation": config.tiered_zero.activations.nvme_paths,
@@ -178,8 +180,8 @@ def on_one_drive(paths: Sequence[Path]) -> bool:
 
 
 def _weigh(paths: Sequence[Path], engine: IOEngine, nbytes: int) -> list[float]:
-    """Return a weight for each directory, by which data is striped: its share of the total speed (equal shares if
-    speeds are close), or 1 if all are on one drive. `nbytes`: the size of the data. Raises StoreError."""
+    """Return a weight for each directory, by which data is striped over them: its share of their total speed (equal
+    shares if speeds are close), or 1 if all are on one drive. `nbytes`: the size of the data. Raises StoreError."""
     if on_one_drive(paths):
         return [1.0] * len(paths)
     try:

@@ -47,7 +47,8 @@ class UnitShare:
 
 class GradientSource(ABC):
     """The gradients that one update reads, by segment (the part of a unit in one sub-group). One thread at a time. The
-    methods that are not abstract suit gradients that lie in host memory from the start; other sources override them."""
+    methods that are not abstract are for gradients that lie in host memory from the start; other sources override
+    them."""
 
     @abstractmethod
     def has(self, unit: Unit, param: ParamSpec) -> bool:
@@ -205,7 +206,7 @@ def _write(flat: PagedFlat, lease: Lease) -> Transfer:
 @final
 class FlatWindows:
     """Leases windows (buffers in host memory) to flats of gradients. Any thread. `writes_ahead`: whether the write of
-    the oldest window starts once the last free one is taken, or only when another flat needs it."""
+    the oldest window starts once no window is free; else it starts when another flat needs a window."""
 
     def __init__(self, pool: StagingPool, recorder: Recorder, *, writes_ahead: bool) -> None:
         self._pool, self._recorder = pool, recorder
@@ -230,8 +231,8 @@ class FlatWindows:
                 self._changed.notify_all()
 
     def read(self, flat: PagedFlat, offset: int, out: torch.Tensor) -> Transfer | None:
-        """Fill `out` with the flat's bytes from `offset`. Return the transfer; None if the flat holds no bytes. Raises
-        StoreError."""
+        """Start to fill `out` with the flat's bytes from byte `offset`. Return the transfer; None if the flat holds no
+        bytes. Raises StoreError."""
         with self._changed:
             if flat.lease is not None:
                 out.copy_(flat.lease.tensor[offset : offset + out.numel()])
@@ -245,8 +246,8 @@ class FlatWindows:
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """A context manager for an update that waits for gradients. In its block, windows kept for updates may be
-        written too."""
+        """A context manager for an update that waits for gradients. In its block, windows that are kept for updates may
+        also be written and freed."""
         with self._changed:
             self._num_awaited += 1
             self._changed.notify_all()
@@ -330,9 +331,9 @@ class FlatWindows:
             wait_quietly(oldest[1])
 
     def _next_write(self) -> tuple[PagedFlat, Transfer] | None:
-        """Return the flat whose window is freed next, and its write. If copies to the window are under way, return the
-        copies instead of a write. Return None if all windows are in use, or if an update will free one. Called under
-        the lock."""
+        """Return the flat whose window is freed next, and its write, which this call starts. If copies to the window
+        are under way, return their transfer instead of a write. Return None if all windows are in use, or if an update
+        will free one. Called under the lock."""
         for flat in self._open:
             if flat.writing is not None:
                 return flat, flat.writing

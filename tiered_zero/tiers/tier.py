@@ -46,9 +46,9 @@ class Tier(ABC):
 
     @abstractmethod
     def reserve(self, name: str, nbytes: int, kind: str, *, num_durable: int = 0) -> Slot:
-        """Return a new slot, with undefined bytes. `num_durable`: the places on disk that in-place commits need for it.
-        0: no commit includes it. 1: it is written once. 2: it is written again. Raises BudgetError or StoreError if the
-        tier is full."""
+        """Return a new slot, with undefined bytes. `num_durable`: the number of places on disk that in-place commits
+        need for the slot: 0 if no commit includes it, 1 if it is written once, 2 if it is written again. Raises
+        BudgetError or StoreError if the tier is full."""
 
     @abstractmethod
     def read(self, slot: Slot, out: torch.Tensor, offset: int = 0) -> Transfer:
@@ -80,7 +80,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def own_bytes(slot: Slot) -> torch.Tensor:
-    """Return the bytes of a slot in memory."""
+    """Return the bytes of a slot on the device or host tier, [n] uint8."""
     assert slot.tensor is not None, "the slot's tier is open and in memory"
     return slot.tensor
 
@@ -230,8 +230,8 @@ class UnitUpdate:
 
     def forward_to(self, target: torch.Tensor, start_copy: StartCopy) -> list[tuple[int, int]]:
         """Set `target`, [n] uint8: the memory that gets the unit's new bytes. Return the ranges (from, to) that are
-        written already: the caller reads these from the slot. `start_copy` copies the other new bytes, on any
-        thread."""
+        already written: the caller reads these from the slot. `start_copy`: starts a copy of some of the other new
+        bytes; called on any thread."""
         with self._lock:
             self._target, self._start_copy, self._covered = target, start_copy, dict(self._retired)
             return sorted(self._covered.items())
@@ -361,8 +361,8 @@ def read_slot(home: Home, offset: int, nbytes: int, staging: StagingPool | None)
 
 
 def _verified_window(home: Home, wanted: range, buffer_nbytes: int) -> range:
-    """Extend the bytes `wanted` to whole checksum chunks (1 MiB), as many as the buffer holds; only whole chunks are
-    verified. Return `wanted` if the buffer holds none."""
+    """Extend the bytes `wanted` to whole checksum chunks (1 MiB), because only whole chunks are verified. Leave out the
+    last chunks if the buffer is too small for all; return `wanted` if it holds none."""
     start = wanted.start // MIB * MIB
     stop = min(align_up(wanted.stop, MIB), home.slot.nbytes)
     if stop - start > buffer_nbytes:

@@ -73,8 +73,8 @@ def on_lane_error(call: str) -> InternalError:
 
 @final
 class EventMarker:
-    """A point in a device's stream: a recorded event that several threads may wait for. One waits for the device, the
-    others for that thread."""
+    """A point in a device's stream: a recorded event for which several threads may wait. Only one thread at a time
+    waits for the device; the others wait for that thread."""
 
     def __init__(self, event: torch.Event) -> None:
         self.event = event
@@ -104,7 +104,7 @@ class Failure:
 
 
 _LAUNCHED = threading.Event()
-"""The `launched` event of transfers that are made after their job was launched. It is set."""
+"""An event that is set: the argument `launched` of transfers that are made after their job was launched."""
 
 _LAUNCHED.set()
 
@@ -360,7 +360,8 @@ class Accelerator(ABC):
         the host memory can be reused."""
 
     def timer(self, recorder: Recorder) -> Timer:
-        """Return a function like `Recorder.span` that times on the device what a `with` block in a job launches."""
+        """Return a function like `Recorder.span`. It measures the device's time for the work that a job launches in the
+        `with` block."""
         return recorder.span
 
     def add_spans(self) -> None:
@@ -389,18 +390,18 @@ class Accelerator(ABC):
         return None
 
     def unit_memory(self) -> AbstractContextManager[None]:
-        """Return a context manager for allocating flats that are fetched and evicted, apart from activations if the
-        device can. Driver or autograd's thread."""
+        """Return a context manager. Flats that are fetched and evicted are allocated in its block; a device with memory
+        pools then keeps them apart from activations. Driver or autograd's thread."""
         return nullcontext()
 
     def host_pages(self, flat: torch.Tensor) -> torch.Tensor | None:
-        """Return the whole pages of `flat`, a unit's or a shard's: [n] uint8. Return None if the disk cannot read into
-        them directly."""
+        """Return the whole pages of `flat`, the flat of a unit or shard, as [n] uint8; None if the disk cannot read
+        into them directly."""
         return None
 
     def alias(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return a second tensor over the memory of `flat`, for a collective: its threads may hold the tensor a little
-        longer than the call."""
+        """Return a second tensor over the memory of `flat`, for a collective, whose threads may hold the tensor a
+        little longer than the call."""
         return flat.data
 
     def poison(self, flat: torch.Tensor, dtype: torch.dtype | None = None) -> None:

@@ -60,9 +60,9 @@ UNPINNED_KINDS = frozenset({"state", "commit", "commit_param", "commit_copy", "b
 
 @final
 class HostArena:
-    """The host memory of a run: one anonymous, page-aligned mapping of the planned size. Parts are taken from its
-    start to its end, and freed with it. Driver thread. `pin`: whether to pin what is taken, except for
-    UNPINNED_KINDS."""
+    """The host memory of a run: one anonymous, page-aligned mapping of the planned size. `take` cuts parts from it,
+    from its start to its end; they are freed together. Driver thread. `pin`: whether to pin each part that is taken,
+    except for UNPINNED_KINDS."""
 
     def __init__(self, capacity_nbytes: int, accelerator: Accelerator, pin: bool, ledger: Ledger) -> None:
         self.capacity_nbytes = align_up(max(capacity_nbytes, 1), PAGE_NBYTES)
@@ -74,11 +74,11 @@ class HostArena:
         self._tensor = torch.frombuffer(mapping, dtype=torch.uint8)
         self._taken_nbytes = 0
         self._charged: list[tuple[str, int]] = []
-        """(kind, bytes) of everything taken."""
+        """(kind, bytes) of each part that was taken."""
         self._pin = pin
         self._near_cpus = near_cpus(accelerator.device) if pin else set()
         self._pinned: dict[int, int] = {}
-        """Address -> bytes of what is pinned."""
+        """Address of a pinned part -> its bytes."""
         self.poison(self._tensor)
 
     @property
@@ -192,9 +192,9 @@ class StagingPool:
             return self._lease(nbytes, holder)
 
     def lease(self, nbytes: int, holder: str = "", lane: str = "compute") -> Lease:
-        """Lease a buffer; wait until one is free, and record the wait on `lane`. `holder`: who leases it, for the error
-        after the timeout, which lists all holders. Raises BudgetError if `nbytes` is more than a buffer, or after the
-        timeout."""
+        """Lease a buffer; wait until one is free, and record the wait on `lane`. `holder`: a name of the caller, for
+        the error after the timeout, which lists all holders. Raises BudgetError if `nbytes` is more than a buffer, or
+        after the timeout."""
         with self._changed:
             if (lease := self._lease(nbytes, holder)) is not None:
                 return lease
@@ -289,8 +289,8 @@ class HeapTrim:
     """
 
     def __init__(self, nbytes: int) -> None:
-        """Measure the present holes. `nbytes`: measure again after so many moved bytes, and trim if the holes have
-        grown by more."""
+        """Measure the present holes. `nbytes`: measure them again after so many moved bytes, and trim if they have
+        grown by more than `nbytes`."""
         self._nbytes = nbytes
         self._moved_nbytes = 0
         self._info = getattr(ctypes.CDLL(None), "mallinfo2", None)

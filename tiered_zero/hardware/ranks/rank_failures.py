@@ -1,4 +1,4 @@
-"""Wait for other ranks. Post this rank's failures and waits in torch.distributed's store, and read the others'."""
+"""Post this rank's failures and waits in torch.distributed's store, and find failed and blocked ranks there."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FAILED, _CLOSED, _WAITS = "failed", "closed", "wait"
 """Keys of the store: the first failure; per rank, whether it has closed its engine, and where it waits."""
 
 _ALL = "all"
-"""Posted in place of a rank's number: every rank raises the message unchanged."""
+"""Posted in place of a failed rank's number if no single rank has failed: every rank raises the message unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)

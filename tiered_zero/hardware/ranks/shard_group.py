@@ -29,8 +29,8 @@ class StepHook(JoinHook):
 
 @final
 class ShardGroup:
-    """Sends tensors and values between the ranks of `process_group`. None: the default group, or this process alone if
-    there is no group. Raises torch's error if a launcher has started several processes without a group."""
+    """Sends tensors and values between the ranks of `process_group`. None: torch's default group, or this process alone
+    if there is none. Raises torch's error if a launcher has started several processes without a group."""
 
     def __init__(self, process_group: Any = None) -> None:
         self.process_group: Any = process_group
@@ -44,7 +44,7 @@ class ShardGroup:
         self.global_rank = dist.get_rank()
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Any:
-        """Start to fill `tensor` with the tensor of the group's rank `source`. Return a work to wait for."""
+        """Start to fill `tensor` with the tensor of the group's rank `source`. Return an object with `wait()`."""
         if self.world_size == 1:
             return COMPLETED
         return dist.broadcast(tensor, self._global(source), group=self.process_group, async_op=True)
