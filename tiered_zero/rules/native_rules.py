@@ -106,8 +106,7 @@ class NativeRule(UpdateRule):
     _takes_root = False
     _counts_steps = True
     _variants: Sequence[Mapping[str, Any]] = ()
-    """Param group values with which the test of torch's bits makes steps. With the defaults, they cover every
-    operation."""
+    """Param group values for the test of torch's bits. With the defaults, they cover every operation."""
 
     def __init__(self, kernel: UpdateKernel | None, state_dtype: torch.dtype = torch.float32, **options: Any) -> None:
         """Make the rule, and test whether the kernel gives torch's bits. `kernel`: the native kernel; None: torch makes
@@ -132,8 +131,7 @@ class NativeRule(UpdateRule):
         """Compute the kernel's factors for one step, in double precision as torch does."""
 
     def _phase(self, scalars: Mapping[str, Any]) -> float:
-        """Return the number of steps made. A rule that does not count steps returns 1 if its state is filled, else
-        0."""
+        """Return the number of steps made; if the rule does not count steps, 1 if its state is filled, else 0."""
         return float(scalars.get("step", 0)) if self._counts_steps else float("initialized" in scalars)
 
     def _next_scalars(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[str, Any]:
@@ -438,8 +436,7 @@ class AdamRule(NativeRule):
 
     @staticmethod
     def seed_of(step: float) -> int:
-        """Return the seed of stochastic rounding in step `step`. For each state array the caller adds its index (0, 1,
-        ...)."""
+        """Return the seed of stochastic rounding in step `step`. Callers add the index of the state array."""
         return int(step) * 0x9E3779B1 & 0xFFFFFFFF
 
     def _array_names(self, hyper: Mapping[str, Any]) -> tuple[str, ...]:

@@ -19,8 +19,7 @@ from tiered_zero.sizes import align_up
 
 _CPU_CHUNK_NUMEL = 1 << 17
 _DEVICE_CHUNK_NUMEL = 1 << 22
-"""The most elements that a step processes at once, on the CPU (_CPU_CHUNK_NUMEL) and on an accelerator. This limits
-temporary memory."""
+"""Limits of temporary memory: the most elements that a step processes at once, on the CPU and on an accelerator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,8 +88,7 @@ class UpdateRule(ABC):
         time."""
 
     def init_state(self, state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]) -> None:
-        """Set a run's state arrays to their initial values, before its first step. The arrays are zero when this is
-        called."""
+        """Set a run's state arrays, which are zero before, to their initial values. Called before the first step."""
         return
 
     def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> dict[str, Any]:

@@ -107,8 +107,7 @@ class MasterFormat(ABC):
 
     @abstractmethod
     def copy_unstepped(self, masters: Parts, outs: Parts) -> None:
-        """Write masters that this update does not step to the memory of their parameters, rounded. `masters`, `outs`:
-        the arrays, in one order."""
+        """Round `masters`, arrays that this update does not step, into `outs`, the memory of their parameters."""
 
 
 class FullMasters(MasterFormat):
@@ -136,8 +135,7 @@ class FullMasters(MasterFormat):
 
 @final
 class FollowingMasters(FullMasters):
-    """Stores fp32 masters of 16-bit parameters. An update first copies to the masters the parameters that user code has
-    changed."""
+    """Stores fp32 masters of 16-bit parameters. An update first copies changes by user code from the parameters."""
 
     follows_params = True
 
@@ -314,9 +312,8 @@ class StateLayout:
         stop: int | None = None,
         views: Mapping[int, torch.Tensor] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Return name -> view of a piece's state in `raw`, the slot's bytes. `stop`: for an elementwise rule, the
-        element of the sub-group at which the views end; None: the piece's end. `views`: the result of `views(raw)`;
-        None: made here."""
+        """Return name -> view of a piece's state in `raw`, the slot's bytes. `stop`: for an elementwise rule, the end
+        of the views in the sub-group; None: the piece's end. `views`: `views(raw)`, if the caller has it."""
         state = {}
         for array in self.arrays_for(piece):
             view = _view(raw, array) if views is None else views[array.offset]

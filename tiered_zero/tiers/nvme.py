@@ -25,8 +25,7 @@ from tiered_zero.tiers.tier import Slot, StartCopy, Tier, UnitUpdate, as_bytes
 @dataclass(kw_only=True)
 class _Chunk:
     """One read from disk within a fetch. `part`: the device memory to fill, [n] uint8. `offset`: the first byte in the
-    slot. `lease`: the staging buffer through which the bytes pass, once it is leased. `read`: None until the read
-    begins."""
+    slot. `lease`: the staging buffer, once it is leased. `read`: None until the read begins."""
 
     part: torch.Tensor
     offset: int
@@ -57,8 +56,7 @@ def _release_all(chunks: list[_Chunk]) -> None:
 
 
 def _kind_of(slot: Slot, place: int) -> str:
-    """Return the kind under which the ledger counts a slot's place on disk. `place`: 0 for the first place, 1 for the
-    second."""
+    """Return the kind under which the ledger counts a slot's first place on disk (`place` 0) or its second (1)."""
     return COMMIT_KINDS.get(slot.kind, slot.kind) if place else slot.kind
 
 

@@ -29,8 +29,7 @@ logger = logging.getLogger("tiered_zero")
 @final
 @dataclass(frozen=True, kw_only=True)
 class AdoptedStore:
-    """A committed state from which the store of a resumed run starts. `metadata`: what the commit holds besides
-    records."""
+    """A committed state from which a run resumes. `metadata`: what the commit holds besides records."""
 
     directory: Path
     step: int
@@ -102,8 +101,7 @@ class TierRack:
             pool.reclaim()
 
     def tier(self, name: str, kind: str) -> Tier:
-        """Return the tier called `name`: "device", "host" or "nvme". `kind`: the kind of the bytes, a key of `nvme`,
-        which chooses the nvme tier."""
+        """Return the tier called `name`. `kind`: the kind of the bytes, a key of `nvme`; it chooses the nvme tier."""
         in_memory: dict[str, Tier] = {"device": self.device, "host": self.host}
         return in_memory.get(name) or self.nvme[kind]
 

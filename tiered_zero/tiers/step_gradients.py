@@ -46,9 +46,8 @@ class UnitShare:
 
 
 class GradientSource(ABC):
-    """The gradients that one update reads, by segment (the part of a unit in one sub-group). One thread at a time. The
-    methods that are not abstract are for gradients that lie in host memory from the start; other sources override
-    them."""
+    """The gradients that one update reads, by segment (the part of a unit in one sub-group). One thread at a time.
+    Methods that are not abstract are written for gradients that lie in host memory from the start."""
 
     @abstractmethod
     def has(self, unit: Unit, param: ParamSpec) -> bool:

@@ -74,8 +74,7 @@ class UpdateJob:
                 self._layouts_of.setdefault(unit, []).append(layout)
         self._num_uncomputed = {unit: len(own) for unit, own in self._layouts_of.items()}
         self._num_unwritten = dict(self._num_uncomputed)
-        """Unit -> the number of its sub-groups that are not computed (`_num_uncomputed`) or not written
-        (`_num_unwritten`)."""
+        """Both: unit -> the number of its sub-groups that are not computed, or not written."""
         self._changed = threading.Condition()
         self._ready: dict[int, StateLayout] = {}
         """Index of a ready sub-group -> its layout, in the order in which sub-groups became ready."""
@@ -94,9 +93,8 @@ class UpdateJob:
         return unit in self._layouts_of
 
     def add_unit(self, unit: Unit, after: Transfer) -> list[Unit]:
-        """Add a unit with complete gradients. A sub-group becomes ready when its last unit is added. Return the units
-        whose last sub-group becomes ready by this call. `after`: completes when compute no longer reads the unit's
-        parameters."""
+        """Add a unit with complete gradients. A sub-group is ready when its last unit is added. Return the units whose
+        last sub-group becomes ready here. `after`: completes when compute no longer reads the unit's parameters."""
         done: list[Unit] = []
         for layout in self._layouts_of[unit]:
             waits_for = self._waits_for[layout.subgroup.index]
@@ -110,9 +108,9 @@ class UpdateJob:
         return done
 
     def finish(self, after: Transfer) -> None:
-        """Make the remaining sub-groups with a gradient ready (for a delayed update all of them), and skip the others.
-        Complete the `UnitUpdate` of each unit of which the job has no sub-group. `after`: completes when all work that
-        compute has launched so far is done."""
+        """Make the remaining sub-groups with a gradient ready (all, for a delayed update), and skip the others.
+        Complete the `UnitUpdate` of units without a sub-group in the job. `after`: completes when compute's work so far
+        is done."""
         for unit, unit_update in self.unit_updates.items():
             if unit not in self._layouts_of:
                 unit_update.complete()
@@ -154,9 +152,8 @@ class UpdateJob:
     # -- the thread that updates: ready sub-groups ---------------------------------------------------------------------
 
     def choose(self) -> StateLayout | None:
-        """Return the sub-group to update next. Of the ready ones whose gradients have all arrived, it is the one that
-        the next forward needs first; if there is none, it is the one that became ready first. None: no sub-group is
-        ready."""
+        """Return the sub-group to update next: of the ready ones whose gradients have all arrived, the one that the
+        next forward needs first; if there is none, the one that became ready first; None if none is ready."""
         with self._changed:
             for index in sorted(self._ready):
                 if self.has_arrived(self._ready[index]):
@@ -479,9 +476,8 @@ class UpdatePipeline:
         self.view.scalars.replace(layout, scalars)
 
     def _spans(self, segment: Segment, gradients: GradientSource, scalars: PieceScalars) -> list[list[ParamPiece]]:
-        """Group the segment's pieces (parts of parameters) that have gradients. Return one list for each `Run`:
-        neighbours in one param group that share one object of scalars, or a single piece if the rule is not
-        elementwise."""
+        """Group the segment's pieces (parts of parameters) with gradients into one list for each `Run`: neighbours in
+        one param group that share one object of scalars, or a single piece if the rule is not elementwise."""
         spans: list[list[ParamPiece]] = []
         last: ParamPiece | None = None
         for piece in segment.pieces:

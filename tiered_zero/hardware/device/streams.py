@@ -163,7 +163,8 @@ class StreamAccelerator(Accelerator):
         torch.accelerator.synchronize(self.device)
 
     def close(self) -> None:
-        """End the lanes' threads, then wait for the device to complete their copies: their memory is freed next."""
+        """End the lanes' threads, then wait until the device completes their copies, because their memory is freed
+        next."""
         super().close()
         try:
             torch.accelerator.synchronize(self.device)
@@ -199,7 +200,7 @@ class CudaAccelerator(StreamAccelerator):
         return torch.cuda.current_stream(self.device)
 
     def _new_event(self) -> torch.Event:
-        """Make an event on which a thread waits asleep: its core is free for the update."""
+        """Make an event for which a thread sleeps while it waits: its core is free for the update."""
         # A thread that waits for a torch.Event spins: it ignores `blocking` (c10::EventFlag 2.13 only has timing).
         return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 

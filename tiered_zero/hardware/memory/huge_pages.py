@@ -84,8 +84,8 @@ class HugePagePool:
         self.show_nans(address, nbytes)
 
     def show_nans(self, address: int, nbytes: int) -> None:
-        """Map the one shared page of NaNs at every page of the `nbytes` from `address` on, and free the memory that was
-        mapped there."""
+        """Map the one shared page of NaNs to all of the `nbytes` from `address` on, and free the memory that was mapped
+        there."""
         for start in range(0, nbytes, HUGE_PAGE_NBYTES):
             size = min(HUGE_PAGE_NBYTES, nbytes - start)
             # for a shared mapping, an old size of 0 makes a second mapping of the same memory

@@ -38,14 +38,13 @@ def add_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
 
 
 def compare_order(order: str, group: Any, world_size: int) -> None:
-    """Compare what all ranks gather now; raise RankError if their names differ. `order`: the name of what this rank
-    gathers. `group`: a process group over host memory.
+    """Compare the names of what the ranks gather now; raise RankError if they differ. `order`: this rank's name.
+    `group`: a process group over host memory.
 
     [Note: Comparisons before gathers] At stage 3 ranks compare what they gather, over the host's backend, before each
     launch. Without this, gathers of different units would mix their bytes if the units have one size, and hang if they
     have two. A comparison takes 0.26 ms (2 ranks of one host). For a device it has its own lane, and runs during the
-    fetch of the shard. A modelled step of 7B takes 2.2 s with comparisons and without.
-    """
+    fetch of the shard. A modelled step of 7B takes 2.2 s with comparisons and without."""
     message = sha256(order.encode()).digest() + order.encode()
     own = torch.frombuffer(bytearray(message[:ORDER_NBYTES].ljust(ORDER_NBYTES)), dtype=torch.uint8)
     out = torch.empty(world_size * ORDER_NBYTES, dtype=torch.uint8, device="cpu")
@@ -133,7 +132,7 @@ def exchange_on_device(sent: Sequence[torch.Tensor], received: Sequence[torch.Te
 
 
 def _wait_each(started: Iterable[Any]) -> None:
-    """Wait for all of `started`, works of torch.distributed, also after one fails. Then raise the first error."""
+    """Wait for all of `started`, torch.distributed's `Work` objects, even if one fails. Then raise the first error."""
     errors: list[Exception] = []
     for work in list(started):
         try:
@@ -147,7 +146,7 @@ def _wait_each(started: Iterable[Any]) -> None:
 def _start_exchange(
     sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], rank: int, group: Any
 ) -> Iterator[Any]:
-    """Yield torch's handle (Work) of each message of an exchange."""
+    """Start an exchange, and yield the `Work` object of each message."""
     for other, part in enumerate(received):
         if other != rank and part.numel():
             yield dist.irecv(part, group_src=other, group=group)

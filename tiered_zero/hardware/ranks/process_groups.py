@@ -56,7 +56,7 @@ device. A reduction exchanges parts, and each rank sums them in rank order, as o
 owner]). The backend's own reduction adds in an order that depends on the number of ranks and bytes."""
 
 FREED_S = 5.0
-"""Seconds within which collectives under way must end when an engine closes."""
+"""The most seconds of one wait, at the close of an engine, for collectives under way."""
 
 INLINE_NBYTES = 248
 """The most bytes of data that an `exchange` sends in one collective, of 256 bytes per rank."""
@@ -145,7 +145,7 @@ class ProcessGroups(Collectives):
         self._lanes["order"] = Lane(f"rank {self.rank} order", run_job)
 
     def _try_device(self, accelerator: Accelerator) -> None:
-        """Run a first gather and a first reduction: many backends connect only in these, and a failure should be raised
+        """Run a first gather and reduction, because many backends connect only then, and a failure should be raised
         here."""
         ranks = torch.arange(self.world_size, device=accelerator.device)
         own, room = ranks[self.rank : self.rank + 1], torch.empty_like(ranks)[1:]
