@@ -28,11 +28,11 @@ class TrainingLoader(DataLoader[Any]):
 
     * A batch is counted when the user takes it.
     * A pass ends early if its iterator is dropped, as after `break`. The next pass begins at the first sample.
-    * After a state of the middle of a pass is loaded, the next `iter()` gives the remaining batches of this pass: none
-      if the state was saved after the last batch and before StopIteration.
-    * Loading leaves random generators as they are. Samples that use them are resumed with equal bits only without
-      workers.
-    * An IterableDataset has no index: the batches taken before are read again and dropped.
+    * After the load of a state from the middle of a pass, the next `iter()` yields the rest of that pass. The rest is
+      empty if the state was saved after the last batch and before StopIteration.
+    * Loading does not change random generators. If samples use random numbers, a resumed run gets equal samples only
+      without workers.
+    * An IterableDataset cannot seek: after a load, the batches taken before are read again and dropped.
     """
 
     def __init__(
@@ -72,8 +72,9 @@ class TrainingLoader(DataLoader[Any]):
         return begun
 
     def split(self, rank: int, num_ranks: int) -> None:
-        """Give this rank every `num_ranks`-th sample, from sample `rank` on. Ranks get equal numbers: the first samples
-        come again at the end, or the last are left out with `drop_last`. An IterableDataset has to split itself."""
+        """Give this rank every `num_ranks`-th sample, from sample `rank` on. All ranks get the same number of
+        samples: with `drop_last` the last samples are left out, else the first ones come again at the end. An
+        IterableDataset must split itself."""
         if self._order is not None:
             self._order.rank, self._order.num_ranks, self._order.drops = rank, num_ranks, self.drop_last
 

@@ -32,7 +32,7 @@ class ParameterOffloadedError(TieredZeroError, RuntimeError):
 
 
 class BudgetError(TieredZeroError):
-    """An allocation would exceed the byte limit of its tier: the run left its plan."""
+    """An allocation needs more bytes than the plan or the memory has for it."""
 
 
 class TransferError(TieredZeroError, OSError):
@@ -53,7 +53,7 @@ class EngineFailedError(TieredZeroError):
 
 
 class RankError(TieredZeroError):
-    """Another rank failed, made other calls, or did not answer in time: the run ends on every rank."""
+    """Another rank failed, made different calls, or did not answer in time: the run ends on every rank."""
 
 
 class MissingNameError(TieredZeroError, AttributeError):

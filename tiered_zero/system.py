@@ -1,8 +1,8 @@
 """Wrap the operating system: file descriptors, anonymous memory, forks, and the control groups of this process.
 
-Promise: a descriptor is closed exactly once, at the latest when its object is collected. A forked child can find out
-that it is one. Owner: the caller that opened the descriptor or mapped the memory. Never: imports torch or numpy, or
-knows of a run.
+Promise: a descriptor is closed exactly once, at the latest when its object is collected. A process can find out that
+it is a forked child. Owner: the caller that opened the descriptor or mapped the memory. Never: imports torch or numpy,
+or knows of a run.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ logger = logging.getLogger("tiered_zero")
 
 @final
 class Descriptor(int):
-    """An open file descriptor of this process, made by `opened`, and an int for functions of `os`. It is closed by
-    `close`, at the end of a `with` block, or when the object is collected: keep it while a function uses it."""
+    """An open file descriptor of this process, made by `opened`. Functions of `os` accept it as an int. It is closed
+    by `close`, at the end of a `with` block, or when it is garbage collected: keep a reference while it is used."""
 
     closed = False
 
@@ -105,8 +105,8 @@ def touch_pages(address: int, nbytes: int, num_threads: int, cpus: Collection[in
 
 @final
 class OwnProcess:
-    """Remembers the process that made this object, to refuse a forked child. Any thread. `what`: names the user's
-    object in the error, such as "engine". `error`: the class of that error."""
+    """Remembers the process that made this object, so that a forked child can be refused. Any thread. `what`: the
+    user's object as the error names it, such as "engine". `error`: the class of that error."""
 
     def __init__(self, what: str = "engine", error: type[TieredZeroError] = ModelError) -> None:
         self._what, self._error = what, error

@@ -34,8 +34,8 @@ SETTINGS = (
     IOSettings(block_size=2 * MIB, queue_depth=4),
     IOSettings(block_size=2 * MIB, queue_depth=16),
 )
-"""The default setting; then the best of tools/bench/records/io.jsonl for reads, for both at once as fio measures it,
-and for writes."""
+"""The default setting; then those that were best in tools/bench/records/io.jsonl: for reads, for reads and writes at
+once (measured by fio), and for writes."""
 
 MAX_SECONDS = 60
 """The largest value of --seconds, and its default."""
@@ -46,7 +46,7 @@ WANTED_NBYTES = GIB
 LEAST_NBYTES = 4 * MIB
 _LEAST_TRIAL_S = 0.01
 _FILL_SHARE, _END_SHARE = 0.15, 0.05
-"""Shares of the given seconds: for writing the file first, and in reserve so that the measurement ends in time."""
+"""Shares of the given seconds: to write the file before the trials, and to spare so that the command ends in time."""
 
 
 @click.group("bench")

@@ -40,8 +40,8 @@ def checkpoint() -> None:
 @directory_argument
 @JSON_OPTION
 def ls(directory: Path, as_json: bool) -> None:
-    """List the checkpoints in DIRECTORY, oldest first: kind, step, bytes, whether each is whole and why not, what wrote
-    it, and when.
+    """List the checkpoints in DIRECTORY, oldest first: kind, step, bytes, whether it is whole (if not, why), when it
+    was written, and by what.
 
     Their bytes are not read: `verify` reads them.
     """
@@ -76,12 +76,12 @@ def ls(directory: Path, as_json: bool) -> None:
 @JSON_OPTION
 def verify_command(directory: Path, as_json: bool) -> None:
     """Read all bytes of the checkpoints in DIRECTORY, and compare them with their checksums. The exit code is 1 if a
-    checkpoint is broken, lost or not verified, or if there is none that is whole.
+    checkpoint is broken, lost or not verified, or if no checkpoint is whole.
 
-    The in-place commit that `latest` names is lost if its swap directory is gone or damaged, or on another host. These
-    are passed over, and are no failure: a save under way or cut off, an older in-place commit, another program's
-    checkpoint. The commit of a live run is not verified: stop that run first. DIRECTORY may also be the swap directory
-    of a run with in-place commits.
+    The in-place commit that `latest` names is lost if its swap directory is gone or damaged, or on another host. A save
+    under way or cut off, an older in-place commit and another program's checkpoint are passed over, without failure.
+    The commit of a live run is not verified: stop that run first. DIRECTORY may also be the swap directory of a run
+    with in-place commits.
     """
     from tiered_zero.checkpoint.tag import find_damage, swap_directories
 
@@ -166,8 +166,8 @@ def export(
     fp32 weights are the masters; bf16 and fp16 weights are the masters rounded, as in training. Memory does not grow
     with the model. Weights of another model in OUT are replaced only with --force.
 
-    With --like, OUT is like the model in that directory, so that from_pretrained(OUT) loads it: names of weights,
-    config, tokenizer.
+    With --like, OUT gets the names of weights, the config and the tokenizer of the model in that directory, so that
+    from_pretrained(OUT) loads it.
     """
     import torch
 

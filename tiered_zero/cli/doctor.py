@@ -41,7 +41,7 @@ _DISK_S = 8.0
 @click.option("--pin", callback=parse_bytes, default="1GiB", metavar="64GiB", help="With --device: bytes to be pinned.")
 @click.pass_context
 def doctor(ctx: click.Context, directory: Path, as_json: bool, on_device: bool, measures: bool, pin: int) -> None:
-    """Say what works on this machine and in DIRECTORY (the one for nvme_path), and how to mend the rest.
+    """Say what works on this machine and in DIRECTORY (the one for nvme_path), and how to fix what does not work.
 
     Writes small files there and removes them. --measure writes one file of at most 1 GiB, and saves rates for `plan`.
     The exit code is 1 if DIRECTORY cannot be used, or, with --device, if a check of the device fails.
@@ -210,8 +210,8 @@ def _pinning() -> Iterator[Finding]:
 
 
 def _rates(directory: Path, measures: bool) -> Iterator[Finding]:
-    """Yield the recorded rates of this machine. `measures`: whether to first measure the machine and the disk of
-    `directory`."""
+    """Yield the saved rates of this machine. `measures`: first measure and save the rates of the machine and of
+    the disk of `directory`."""
     if measures:
         load, num_cores = os.getloadavg()[0], os.cpu_count() or 1
         with stop_on_signals(at_boundary=False):  # SIGTERM raises, so that the file on the disk is removed

@@ -24,7 +24,7 @@ _STYLES = {"default": "dim", "auto": "yellow", "derived": "yellow", "renamed": "
 @JSON_OPTION
 @click.option("--world-size", default=1, show_default=True, type=click.IntRange(min=1), help="Data-parallel ranks.")
 def explain(config: str, with_defaults: bool, as_json: bool, world_size: int) -> None:
-    """Print each key of CONFIG, and each key that follows from these, with its value, its source and its effect."""
+    """Print each key of CONFIG, and each batch size that follows from them, with value, source and effect."""
     loaded = load(config, world_size=world_size, to_train=False)
     if loaded.optimizer is not None or loaded.scheduler is not None:
         from tiered_zero.rules.from_config import check_sections  # torch takes seconds

@@ -140,9 +140,9 @@ def plan(
 ) -> None:
     """Show the bytes that a run of CONFIG needs on each tier. Allocates nothing.
 
-    If the run does not fit into this machine, the limits in CONFIG or the sizes given by option, the table is shown
-    with the reason, and the exit code is 1. Activations are part of this only with --sequence-length; without it a line
-    says whether they fit at an assumed length.
+    If the run does not fit into this machine, the limits in CONFIG or the sizes given by option, the reason follows the
+    table, and the exit code is 1. Activations are counted only with --sequence-length; without it a line says whether
+    they fit at an assumed length.
     """
     machine, whose = machine_to_plan(machine_file, device_memory, host_memory, disks)
     sources = ("--device-memory", "--host-memory")

@@ -48,7 +48,7 @@ class SaveStateCallback(TrainerCallback):
             _consolidate(optimizer)
 
     def on_train_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-        """Give the optimizer its own `state_dict()` back, which `on_train_begin` has replaced."""
+        """Restore the optimizer's own `state_dict()`, which `on_train_begin` has replaced."""
         vars(unwrapped(optimizer)).pop("state_dict", None)
 
 
@@ -68,9 +68,9 @@ def _folder(args: Any, state: Any) -> Path:
 
 class ReportCallback(TrainerCallback):
     """Adds to each line of training logs: GiB on each tier, the busy share of each link in the last step, and GB that
-    this process has written to the disk. `engine`: the engine, if one steps the optimizer. `rated`: what the drive is
-    rated to take, such as "600TB"; its used share is logged too. Loggers that run before this callback miss the
-    numbers; `state.log_history` has them."""
+    this process has written to the disk. `engine`: the engine, if one steps the optimizer. `rated`: the bytes
+    of writes for which the drive is rated, such as "600TB"; the used share is logged too. Loggers that run before
+    this callback miss the numbers; `state.log_history` has them."""
 
     def __init__(self, engine: Any = None, rated: str | int | None = None) -> None:
         self._engine = engine

@@ -122,7 +122,7 @@ def gradients_to_nvme(
 
 
 COMMIT_KINDS = {"param": "commit_param", "param_back": "commit_param", "state": "commit"}
-"""Kind of a slot -> the ledger's kind for the slot's second place on disk. Commits need this place."""
+"""Kind of a slot -> the ledger's kind for the slot's second place on disk. Commits write the two places in turn."""
 
 NUM_GRADIENT_WINDOWS = 3
 """The number of windows: buffers in host memory, each for one unit's gradients on their way to or from nvme. One is

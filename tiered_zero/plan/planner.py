@@ -1,5 +1,5 @@
-"""Make the plan of a run: what it takes of each tier, row by row. If that is too much, name the settings that make it
-fit."""
+"""Make the plan of a run: the bytes that it needs on each tier, row by row. If a tier is too small, name the settings
+that make the run fit."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ WINDOW_UNITS = 3
 
 SHARED_SEGMENT_NBYTES, SEGMENT_NBYTES = 20 * MIB, 2 * MIB
 LEAST_SEGMENT_NBYTES = 10 * MIB
-"""Sizes of the segments in which torch's allocator takes memory on CUDA. Blocks larger than a MiB share segments of
-SHARED_SEGMENT_NBYTES. From LEAST_SEGMENT_NBYTES on, a block has its own segment, a multiple of SEGMENT_NBYTES."""
+"""Sizes of segments: torch's allocator takes memory on CUDA in them. Blocks larger than a MiB share segments of
+SHARED_SEGMENT_NBYTES. A block of at least LEAST_SEGMENT_NBYTES has its own segment, a multiple of SEGMENT_NBYTES."""
 
 UPDATE_CHUNK_NUMEL, COPIES_CHUNK_NUMEL = 1 << 26, 1 << 22
-"""The most elements that an update on the device steps at once: with fp32 state, and with other formats."""
+"""The most elements that an update on the device steps at once: with fp32 state, and with state in other formats."""
 
 NUM_UPDATE_COPIES = 12
-"""The number of temporary fp32 arrays of a chunk with other formats: copies of state, and temporaries of rounding."""
+"""Temporary fp32 arrays, each of COPIES_CHUNK_NUMEL, for state in other formats: copies of state, and for rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)

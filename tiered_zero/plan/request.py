@@ -1,8 +1,8 @@
 """Define the request for a plan: a config, and facts about machine, ranks and model. Choose the update policy.
 
-[Note: The CPU as the device] If the CPU computes, paging to and from host memory only copies within it: this took a
-third of a step's CPU time. So offload_param and offload_optimizer with device cpu run as none. The bits are the same;
-the plan, its notice and every record name what runs. Paging stays
+[Note: The CPU as the device] If the CPU computes, paging to and from host memory only copies inside host memory: this
+took a third of a step's CPU time. So offload_param and offload_optimizer with device cpu run as none. Results are the
+same in every bit; the plan, its notice and every record name what runs. Paging stays
 
 * with `tiered_zero.device_memory_limit`, which asks for a small device;
 * with seeded delays, which simulate another machine;
@@ -45,8 +45,8 @@ RESERVED = ", less an eighth for "
 def limit_of(
     tier: str, free_nbytes: int | None, source: str, given_nbytes: int | None, prefix: str = "tiered_zero."
 ) -> dict[str, tuple[int, str]]:
-    """Return {tier: (bytes that may be used, the limit's name in messages)}; {} if both sizes are None. The limit is
-    `given_nbytes`, the config's; `free_nbytes` less an eighth if the config's is None or more than `free_nbytes`.
+    """Return {tier: (bytes that may be used, the limit's name in messages)}; {} if both sizes are None. The bytes are
+    `given_nbytes` (the config's limit); if this is None or more than `free_nbytes`, then `free_nbytes` less an eighth.
     `source`: what `free_nbytes` is, in words. `prefix`: the beginning of the config's key."""
     if given_nbytes is not None and (free_nbytes is None or given_nbytes <= free_nbytes):
         return {tier: (given_nbytes, f"{prefix}{tier}_memory_limit")}
@@ -66,8 +66,8 @@ constant, so that the borders of buckets do not depend on memory."""
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """A config, and facts about the machine, ranks and model of a run. The config's offload devices are those that run
-    (see `resolve_host_tiers`). Raises ConfigError for gradients or an update policy that cannot be used."""
+    """A config, and facts about the machine, ranks and model of a run. The config's offload devices are those that the
+    run uses (see `resolve_host_tiers`). Raises ConfigError for gradients or an update policy that cannot be used."""
 
     config: Config
     limits: Limits = field(default_factory=dict)

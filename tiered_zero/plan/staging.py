@@ -19,8 +19,8 @@ enough for the disk's full rate."""
 
 NUM_PARAM_STAGING = 4
 AUTO_STATE_STAGING_NBYTES = 168 * MIB
-"""The least bytes for staging of state if the config gives no number of buffers. They keep the disk busy during a long
-update or wait."""
+"""The least bytes for staging of state if the config gives no number of buffers: enough to keep the disk busy during a
+long update or wait."""
 
 NUM_GRADIENT_STAGING = 2
 """Gradient staging buffers: one is filled while the other is added up."""
@@ -30,8 +30,8 @@ NUM_BUCKETS = 2
 
 MAX_AUTO_STATE_STAGING_NBYTES = 640 * MIB
 MAX_AUTO_STATE_STAGING_SHARE = 16
-"""Staging of state grows until it holds the state of a whole unit, but not above these bytes or a sixteenth of the
-host's limit. A tied embedding needs this: its gradient is complete last, and its update is needed first."""
+"""Staging of state grows until it holds the state of a whole unit, but not above these bytes, nor above a sixteenth
+of the host's limit. A tied embedding needs this: its gradient is complete last, and its update is needed first."""
 
 
 @dataclass(frozen=True, kw_only=True)

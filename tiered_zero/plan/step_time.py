@@ -27,7 +27,8 @@ from tiered_zero.sizes import TIERS
 
 MODEL_SHARE: Final = {"cpu": 0.45}
 OTHER_SHARE: Final = 0.75
-"""A whole model's speed as a part of the rate of matrix products, if the speed of its other work was not measured."""
+"""A forward's rate as a part of the rate of matrix products, if the rate of other work was not measured. OTHER_SHARE is
+for devices that MODEL_SHARE does not name."""
 
 PYTHON_S_PER_TENSOR: Final = 1.5e-4
 """Seconds of hooks and autograd for each trained tensor and micro-batch where the CPU computes."""
@@ -39,16 +40,17 @@ PYTHON_S_PER_SUB_GROUP: Final = 7e-4
 """Seconds between two calls of the update's kernel, for each sub-group."""
 
 WEIGHT_PASSES: Final = 8
-"""How often forward and backward together read the weights, at the rate of copies. Products of few rows wait for it."""
+"""How often forward and backward together read the weights where the CPU computes, at the rate of copies. Matrix
+products of few rows wait for these reads."""
 
 DISK_PASSES: Final = 2
 """How often the cores pass over each byte of the disk: for its checksum and for its copy."""
 
 HIDDEN_SHARE: Final = 1.05
-"""A tier is hidden if a step takes at most HIDDEN_SHARE times its seconds of compute."""
+"""Transfers of a tier are hidden if a step takes at most HIDDEN_SHARE times its seconds of compute."""
 
 HIDDEN_STEP: Final = 1.1
-"""The search for the number of tokens that hides a tier ends when its bounds are within this factor."""
+"""The search for the least number of tokens that hides a tier ends when its bounds are within this factor."""
 
 RESOURCES: Final = ("compute", "fetch", "reduce", "update", "disk read", "disk write")
 
@@ -160,7 +162,7 @@ def _is_used(plan: Plan, tier: str) -> bool:
 
 
 def _hidden_from(tier: str, plan: Plan, work: Work, machine: Machine) -> tuple[int, bool]:
-    """Search the least number of tokens in a step with which transfers of `tier` add no time. Return (number, True). If
+    """Search for the least tokens in a step with which transfers of `tier` are hidden. Return (their number, True). If
     none was found, return (largest number tried, False)."""
     rates = _Rates(plan, machine) if plan.request.shares_cores else _Rates(plan, machine, only=tier)
 
@@ -255,11 +257,11 @@ class _Rates:
         return {resource: nbytes / rate, **(self.copy("fetch", DISK_PASSES * nbytes) if self.shares_cores else {})}
 
     def copy(self, resource: str, nbytes: float) -> Seconds:
-        """Return the seconds in which `resource` reads or writes `nbytes` of host memory."""
+        """Return {resource: the seconds in which it reads or writes `nbytes` of host memory}."""
         return {resource: nbytes / (self.machine.copy_bytes_per_s or 1.0)}
 
     def to_device(self, nbytes: float) -> Seconds:
-        """Return the seconds in which parameters or activations come from host memory."""
+        """Return the seconds of bringing parameters or activations from host memory to the device."""
         if self.shares_cores:
             return self.copy("fetch", 2 * nbytes)  # read and written
         return {"fetch": nbytes / (self.machine.to_device_bytes_per_s or 1.0)}
@@ -268,7 +270,7 @@ class _Rates:
         return {"reduce": nbytes / (self.machine.from_device_bytes_per_s or 1.0)}
 
     def update(self, state_nbytes: float, other_nbytes: float) -> Seconds:
-        """Return the seconds in which the CPU updates state. `other_nbytes`: gradients and parameters."""
+        """Return the seconds in which the CPU updates state. `other_nbytes`: of gradients and parameters."""
         seconds = (2 * state_nbytes + other_nbytes) / (self.machine.update_bytes_per_s or 1.0)
         return {"update": seconds + self._sub_groups_per_byte * state_nbytes * PYTHON_S_PER_SUB_GROUP}
 
@@ -294,7 +296,7 @@ class _Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class _Use:
-    """What a unit costs in one micro-batch and in the update."""
+    """The seconds that a unit takes in one micro-batch and in the update."""
 
     unit: int
     forward_s: float
@@ -308,7 +310,7 @@ class _Use:
 
 
 def _walk(uses: Sequence[_Use], on_device: deque[int]) -> Iterator[tuple[_Use, bool]]:
-    """Yield each use, and whether its unit has to be fetched. `on_device`: the units that were used last."""
+    """Yield each use, and whether its unit has to be fetched. `on_device`: the indices of the units used last."""
     for use in uses:
         yield use, use.unit not in on_device
         if use.unit in on_device:
@@ -317,7 +319,7 @@ def _walk(uses: Sequence[_Use], on_device: deque[int]) -> Iterator[tuple[_Use, b
 
 
 def _list_uses(plan: Plan, work: Work, rates: _Rates) -> list[_Use]:
-    """List the uses of units in a forward, in order. A tied embedding is used twice: at its end for the product."""
+    """List the uses of units in a forward, in order. A tied embedding is used again at the end, for its product."""
     uses, heads = [], []
     products = max(1, sum(unit.numel - unit.lookups for unit in plan.units))
     trained = max(1, sum(unit.numel for unit in plan.units if unit.state))
@@ -361,7 +363,7 @@ def _list_uses(plan: Plan, work: Work, rates: _Rates) -> list[_Use]:
 
 
 def _fetch(unit: UnitTraffic, rates: _Rates) -> tuple[Seconds, Seconds]:
-    """Return what fetching a unit's parameters costs: from their home, and from an update that has just ended."""
+    """Return the seconds of fetching a unit's parameters: from their home, and from an update that has just ended."""
     if not unit.is_paged:
         return {}, {}
     tier, nbytes = unit.params
@@ -373,7 +375,7 @@ def _fetch(unit: UnitTraffic, rates: _Rates) -> tuple[Seconds, Seconds]:
 
 
 def _gradient(unit: UnitTraffic, plan: Plan, work: Work, rates: _Rates) -> Seconds:
-    """Return what bringing a unit's gradients of one micro-batch to their home costs."""
+    """Return the seconds of moving a unit's gradients of one micro-batch to their home."""
     tier, nbytes = unit.gradients
     loads: list[Seconds] = []
     accumulates = work.accumulation > 1

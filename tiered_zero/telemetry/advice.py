@@ -13,7 +13,8 @@ OUTSIDE_SHARE = 0.25
 """If the loop around the engine takes at least this share of a step, the explanation names the loop."""
 
 CPU_SHARE = 0.5
-"""If the CPU computes and the process gets less than this share of its threads' CPU seconds, that is named first."""
+"""If the CPU computes, and the process got less than this share of the CPU seconds that its threads could use, the
+explanation names this first."""
 
 WAIT_SHARE = 0.1
 """A wait that takes less than this share of a step is not named."""

@@ -65,7 +65,7 @@ class StepReport(JsonRecord):
     step: int
     wall_s: float
     start_s: float = 0.0
-    """Seconds of placing the model's values; 0 after the first step."""
+    """Seconds in which the model's values were placed on their tiers; 0 after the first step."""
     seconds: dict[str, float]
     """Cause -> seconds."""
     loss: float | None = None
@@ -92,7 +92,7 @@ class StepReport(JsonRecord):
     """Numbers and bytes of the activations that were moved, and of those that had no room; empty if none are
     offloaded."""
     cpu_share: float | None = None
-    """The share of its threads' CPU seconds that the process got; None if an accelerator computes."""
+    """CPU seconds of the process / CPU seconds that its compute threads could use; None if an accelerator computes."""
 
     @property
     def bytes_per_s(self) -> dict[str, float]:
@@ -225,7 +225,7 @@ class RunReport(JsonRecord):
     tokens: int
     tokens_per_s: float
     start_s: float = 0.0
-    """Seconds of placing the model's values."""
+    """Seconds in which the model's values were placed on their tiers."""
     step_s: float
     seconds: dict[str, float]
     busy_s: dict[str, float]

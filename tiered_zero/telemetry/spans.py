@@ -1,4 +1,4 @@
-"""Record a run while it works: `Recorder` sums spans of time and their bytes by lane, `Ledger` counts bytes by tier."""
+"""Measure a run: `Recorder` sums spans of time and their bytes by lane, `Ledger` counts bytes by tier."""
 
 from __future__ import annotations
 
