@@ -1,4 +1,4 @@
-"""Build an engine from a run's specification: open the machine, make the movers, join them, place the model."""
+"""Build an engine from a run's specification: open device and files, make what moves bytes, place the model."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def build(
     run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loader: TrainingLoader | None = None
 ) -> Engine:
     """Allocate what the plan says, make the engine, and move every parameter to its home. If this raises, everything is
-    freed; the model is unchanged, or a note of the error says to build it anew. `loader`: checkpoints save its
+    freed; the model is unchanged, or a note on the error says to build it anew. `loader`: checkpoints save its
     position."""
     agree(collectives, "the limits of the plan", run_spec.plan.check)
     check_async(run_spec.config, run_spec.plan)
@@ -236,7 +236,7 @@ def _place_model(
 def _make_step(
     run_spec: RunSpec, machine: OpenMachine, handle: TieredOptimizer | None, resources: Teardown
 ) -> tuple[TrainStep, RunState, WholeWeights]:
-    """Build the movers and the `TrainStep` that calls them. Also return what saves and loads use."""
+    """Build the objects that move bytes, and the `TrainStep` that calls them. Also return what saves and loads use."""
     config, plan = run_spec.config, run_spec.plan
     runtime, tiers, inventory = machine.runtime, machine.tiers, machine.inventory
     is_sharded, groups = plan.request.shards_state, run_spec.source.param_groups

@@ -94,7 +94,7 @@ class Candidate:
 
 
 SAME_SHARE = 1.05
-"""Steps are taken as equal if the longer takes at most this many times as long: predictions are off by more."""
+"""Predicted steps count as equal if the longer takes at most this many times as long: errors are larger than that."""
 
 
 def _best_first(found: Sequence[Candidate]) -> list[Candidate]:

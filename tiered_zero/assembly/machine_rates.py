@@ -1,5 +1,4 @@
-"""Bring together the rates of this machine for a plan, in bytes and operations per second: measured now, or saved
-earlier."""
+"""Measure, save and load the rates of this machine, in bytes and operations per second, for predictions of a step."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ def measure_machine(disk: Disk) -> Machine:
 
 
 def _update_rate(shares_cores: bool) -> float:
-    """Measure the bytes/s of AdamW on bf16 weights. `shares_cores`: the CPU computes too."""
+    """Measure the bytes/s of AdamW on bf16 weights. `shares_cores`: whether the CPU also computes the model."""
     import torch
 
     from tiered_zero.hardware.check import median_rate

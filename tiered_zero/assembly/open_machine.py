@@ -113,7 +113,7 @@ def check_directories(keys: Mapping[tuple[str, ...], str]) -> list[str]:
 
 
 def clear_directories(keys: Mapping[tuple[str, ...], str], adopted: Container[Path] = ()) -> list[str]:
-    """If the launcher has restarted its processes, remove the swap directories that its earlier processes left, but no
+    """If the launcher has restarted its processes, remove the swap directories that its earlier processes left, except
     committed state. Return a line for each swap path that still holds files of ended runs; the directories `adopted` do
     not count. `keys`: the swap paths of one store -> the config key that names them."""
     paths = [path for group in keys for path in group]

@@ -58,7 +58,7 @@ class CurrentAccelerator:
         return HOST_BACKEND
 
     def empty_cache(self) -> None:
-        """Give cached memory back to the device; a CPU caches none."""
+        """Free the device's cached memory; a CPU caches none."""
         if self._type != "cpu":
             self._module.empty_cache()
 

@@ -1,7 +1,7 @@
 """Provide DeepSpeed's `checkpointing`: run functions by torch.utils.checkpoint, which recomputes them in backward.
 
-The inputs of such a function are saved until backward. An engine offloads these inputs (`tiered_zero.activations`);
-without an engine `checkpoint_in_cpu` does.
+The inputs of the functions are saved until backward. An engine offloads them (`tiered_zero.activations`); without an
+engine, `checkpoint_in_cpu` moves them to host memory.
 """
 
 from __future__ import annotations

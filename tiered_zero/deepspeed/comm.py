@@ -1,4 +1,4 @@
-"""Provide DeepSpeed's `comm`: open the process group, and tell ranks their number."""
+"""Provide DeepSpeed's `comm`: open the process group, and return this process's rank on its host."""
 
 from __future__ import annotations
 

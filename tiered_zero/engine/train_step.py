@@ -146,7 +146,7 @@ class TrainStep:
     # -- events of parameters, past the engine's calls -----------------------------------------------------------------
 
     def before_weights_read(self) -> None:
-        """Make every update visible, before `gathered`, a state_dict or a copy reads weights."""
+        """Wait for every update, before `gathered`, a state_dict or a copy reads weights."""
         self.pager.driver.process.check()
         if not self.pager.is_running() and self.phase.now is Phase.IDLE:
             self.recover()
@@ -163,8 +163,8 @@ class TrainStep:
             self.policy.latch(why)
 
     def pre_state_dict(self, module: nn.Module, *, checks: bool) -> None:
-        """Make every update visible, and keep copies of parameters until the state_dict ends. `checks`: refuse a model
-        with replaced parameters."""
+        """Wait for every update, and keep copies of parameters until the state_dict ends. `checks`: refuse a model with
+        replaced parameters."""
         if checks:
             self.parameters.check()
         self.pager.num_uses += 1
@@ -631,7 +631,7 @@ class TrainStep:
     # -- the first acts of shutdown ------------------------------------------------------------------------------------
 
     def end_eager_update(self) -> None:
-        """Cancel an update that began in backward and still waits for its step()."""
+        """Cancel an update that has begun in backward and still waits for its step()."""
         if self.policy.is_open:
             self.policy.drop(self._drain)
 
