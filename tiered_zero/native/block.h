@@ -42,7 +42,7 @@ typedef struct {
     int64_t file_nbytes;
 } block;
 
-/* Pause 1 ms before the second try, doubled for each further one, at most 100 ms. */
+/* Return the pause after `num_tries` tries without progress: 1 ms, doubled with each further try, at most 100 ms. */
 static int64_t pause_ns(int num_tries)
 {
     return num_tries > 7 ? 100000000 : (int64_t)1000000 << (num_tries - 1);
@@ -54,15 +54,15 @@ static void pause_before_try(int num_tries)
     nanosleep(&pause, NULL);
 }
 
-/* Return the start of the next try: for O_DIRECT the last aligned offset before the end of the moved bytes. */
+/* Set the start of the next try: the end of the moved bytes, with O_DIRECT rounded down to the alignment. */
 static void aim(block *block)
 {
     block->from = block->got - block->got % block->request->alignment;
 }
 
-/* Record the result of one try: bytes moved, or -errno. Return 1 if the block is done, with or without an error; else it
- * is tried again, after a pause if `num_tries`. A short transfer is continued; EINTR, EAGAIN and empty transfers are
- * tried again a limited number of times; a sync is tried once. */
+/* Record the result of one try. `moved`: bytes, or -errno. Return 1 if the block is done or has failed, 0 to try
+ * again. A short transfer is continued at once. After EINTR, EAGAIN and transfers without progress the caller
+ * pauses; MAX_TRIES of these in a row are an error. A sync is tried once. */
 static int complete_io(block *block, int64_t moved)
 {
     const tz_request *request = block->request;
@@ -90,7 +90,7 @@ static int complete_io(block *block, int64_t moved)
     return 0;
 }
 
-/* After a buffered block: advise the kernel that the written or read pages need not stay in memory. */
+/* Advise the kernel to drop the pages of a buffered block from its cache, if the request asks for it. */
 static void drop_pages(const block *block)
 {
     const tz_request *request = block->request;

@@ -40,7 +40,7 @@ typedef struct tz_pool {
     pthread_t threads[];
 } tz_pool;
 
-/* CLOCK_MONOTONIC, which is Python's time.monotonic() on Linux. */
+/* Return the time of CLOCK_MONOTONIC, which is Python's time.monotonic() on Linux. */
 static int64_t now_ns(void)
 {
     struct timespec now;
@@ -59,7 +59,7 @@ static void set_error(tz_request *request, const tz_request *cause)
     request->file_nbytes = cause->file_nbytes;
 }
 
-/* Mutex held; `request` is not touched afterwards. */
+/* Remove a request from the list, and mark it as finished: its owner may free it at once. Mutex held. */
 static void finish(tz_pool *pool, tz_request *request)
 {
     if (request->kind == TZ_WRITE && pool->num_syncs) {
@@ -83,7 +83,7 @@ static void finish(tz_pool *pool, tz_request *request)
     pthread_cond_broadcast(&pool->done);
 }
 
-/* Mutex held. Writes and syncs keep their order. */
+/* Insert an urgent request behind the last urgent one, any other at the end. Mutex held. */
 static void enlist(tz_pool *pool, tz_request *request)
 {
     tz_request *next = NULL;
@@ -96,7 +96,7 @@ static void enlist(tz_pool *pool, tz_request *request)
     *(next ? &next->previous : &pool->last) = request;
 }
 
-/* Mutex held. At most as many earlier requests are fully claimed as blocks can be in system calls. */
+/* Return the first request with an unclaimed block, or NULL. Mutex held. At most `num_threads` are fully claimed. */
 static tz_request *first_claimable(const tz_pool *pool)
 {
     tz_request *request = pool->first;
@@ -105,7 +105,7 @@ static tz_request *first_claimable(const tz_pool *pool)
     return request;
 }
 
-/* Mutex held. Claim the next block of a request that has one. */
+/* Claim the next block of a request that has one. Mutex held. */
 static block claim(tz_pool *pool, tz_request *request)
 {
     block next = {.request = request};
@@ -117,7 +117,7 @@ static block claim(tz_pool *pool, tz_request *request)
     return next;
 }
 
-/* Mutex held. Record a block that is done; its request may not be touched afterwards. */
+/* Record a block that is done; its owner may then free the request. Mutex held. */
 static void conclude(tz_pool *pool, const block *block)
 {
     tz_request *request = block->request;
@@ -136,7 +136,7 @@ static void conclude(tz_pool *pool, const block *block)
         finish(pool, request);
 }
 
-/* Move a block. Mutex held on entry and on return, released in between. */
+/* Claim and move one block of a request. Mutex held on entry and on return, released in between. */
 static void work_on(tz_pool *pool, tz_request *request)
 {
     block block = claim(pool, request);
@@ -148,7 +148,7 @@ static void work_on(tz_pool *pool, tz_request *request)
     conclude(pool, &block);
 }
 
-/* Wait for at most one second; callers then check again: glibc before 2.41 can lose a signal (its bug 25847). */
+/* Wait for at most one second; the caller then checks again: glibc before 2.41 can lose a signal (its bug 25847). */
 static void wait_for_work(tz_pool *pool)
 {
     struct timespec until;
@@ -174,8 +174,8 @@ static void *work(void *argument)
     return NULL;
 }
 
-/* End the workers after their blocks. `abandon`: do not wait for them, because some are stuck in a system call; the pool
- * and its unfinished requests must then never be freed. */
+/* End the workers after their blocks. `abandon`: do not wait for them, because some are stuck in a system call; the
+ * pool and its unfinished requests must then never be freed. */
 void tz_pool_close(tz_pool *pool, int32_t abandon)
 {
     pthread_mutex_lock(&pool->mutex);
@@ -216,7 +216,7 @@ static tz_pool *new_pool(int32_t num_threads, int64_t block_nbytes)
     return pool;
 }
 
-/* Return 0 or an errno. The threads block all signals, which are for the program's own threads. */
+/* Start the workers. Return 0 or an errno. They block all signals, which are for the program's own threads. */
 static int start_threads(tz_pool *pool, int32_t num_threads)
 {
     pthread_attr_t small_stack;
@@ -235,7 +235,7 @@ static int start_threads(tz_pool *pool, int32_t num_threads)
     return code;
 }
 
-/* Return 0 and set *result, or return an errno. */
+/* Create a pool. Return 0 and set *result, or return an errno. */
 int32_t tz_pool_open(int32_t num_threads, int64_t block_nbytes, tz_pool **result)
 {
     tz_pool *pool = new_pool(num_threads, block_nbytes);
@@ -292,7 +292,7 @@ int32_t tz_wait(tz_pool *pool, tz_request *request, int64_t timeout_ns)
     return finished;
 }
 
-/* Return when this request last made progress; while it is queued, when any request did. */
+/* Return the time (as now_ns) of this request's last progress; while it is queued, of any request's. */
 int64_t tz_moved_ns(tz_pool *pool, const tz_request *request)
 {
     pthread_mutex_lock(&pool->mutex);

@@ -1,6 +1,6 @@
-/* Run one job at a time on threads that sleep between calls; part of update.c. Threads take the pieces of a job in turn, so
- * that a slow core does not delay the others. While a job runs, a second caller works alone. Threads start with the first job
- * that needs them; after fork() a child has none of its parent's threads and starts its own. */
+/* Run one job at a time on threads that sleep between calls; part of update.c. A thread that has finished a piece of
+ * the job takes the next one, so that a slow core does not delay the others. While a job runs, a second caller works
+ * alone. Threads start with the first job that needs them. After fork() a child starts its own. */
 
 struct job {
     void (*piece)(void *context, int64_t index);
@@ -31,8 +31,8 @@ static void work(struct job *job) {
     for (int64_t i; (i = atomic_fetch_add(&job->next, 1)) < job->num_pieces;) job->piece(job->context, i);
 }
 
-/* Wait for a signal for at most 0.1 s; callers then check their condition again: glibc before 2.41 can lose a signal (its
- * bug 25847), and a step would never end. */
+/* Wait on a condition variable for at most 0.1 s; the caller then checks its condition again. glibc before 2.41 can
+ * lose a signal (its bug 25847): without the limit a step would then never end. */
 static void wait_briefly(pthread_cond_t *condition, pthread_mutex_t *lock) {
     struct timespec until;
     clock_gettime(CLOCK_REALTIME, &until);
@@ -66,8 +66,8 @@ static void *run_worker(void *argument) {
     return NULL;
 }
 
-/* Return up to `wanted` workers for the holder; fewer if threads cannot be started. They block all signals, which are for
- * the threads of Python. */
+/* Start threads until there are `wanted` workers. Return how many of these there are: fewer if a thread cannot be
+ * started. The caller holds the pool. Workers block all signals, which are for Python's threads. */
 static int start_workers(struct tz_pool *pool, int wanted) {
     if (pool->owner != getpid()) { /* after fork(): locks of the parent's threads are never released */
         pthread_mutex_init(&pool->lock, NULL);
@@ -120,7 +120,7 @@ static void run(struct tz_pool *pool, void (*piece)(void *, int64_t), void *cont
     atomic_store(&pool->holder, 0);
 }
 
-/* Make a pool of num_threads, including the caller's own; return NULL without memory. */
+/* Create a pool of num_threads, including the caller's own. Return NULL if there is no memory. */
 API struct tz_pool *tz_pool_open(int num_threads) {
     struct tz_pool *pool = calloc(1, sizeof *pool);
     if (pool) pool->max_workers = num_threads > TZ_MAX_THREADS ? TZ_MAX_THREADS - 1 : num_threads - 1;

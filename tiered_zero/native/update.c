@@ -41,13 +41,13 @@ enum { TZ_TORCH_ROOT = 64, TZ_NEWTON_ROOT = 128 };
 enum { TZ_AVX2, TZ_AVX512, TZ_NEON, TZ_LEVELS };
 enum { TZ_STATES = 3, TZ_MAX_THREADS = 256 };
 
-/* In elements: what passes through the arithmetic at least; what stays in the first cache between its two parts; where runs
- * are cut; the smallest and the largest piece that a thread takes; how far ahead memory is asked for, where 512 was the best
- * of 0 to 1024, 6% before none (Zen 5). */
+/* In elements. TZ_GROUP: the kernels take multiples of it. TZ_BLOCK: what MKL's root takes at once; it stays in the
+ * first cache. TZ_LINE: where runs are cut. TZ_FEWEST, TZ_PIECE: the smallest and largest piece that a thread takes.
+ * TZ_AHEAD: how far ahead memory is prefetched; 512 was the best of 0 to 1024, and 6% faster than 0 (Zen 5). */
 enum { TZ_GROUP = 16, TZ_BLOCK = 256, TZ_LINE = 64, TZ_FEWEST = 4 << 10, TZ_PIECE = 64 << 10, TZ_AHEAD = 512 };
 enum { TZ_SHARED = 32 }; /* 8-bit moments that share one scale */
 
-/* What a step applies to every element: computed in double by the caller and rounded to float once, as torch does.
+/* The numbers of one step. The caller computes them in double and rounds them to float once, as torch does.
  * adam     weight1 = 1 - beta1, beta2, weight2 = 1 - beta2, root2 = sqrt(1 - beta2^t), eps, rate = -lr / (1 - beta1^t),
  *          decay
  * sgd      beta2 = momentum, weight2 = 1 - dampening, rate = -lr
@@ -60,7 +60,8 @@ struct tz_hyper {
     float grad_scale, l2, decay, weight1, beta2, weight2, root2, eps, rate;
 };
 
-/* master: float, or the int16 remainders of TZ_REMAINDER (Adam alone) with `out` the other half. out: may be NULL. */
+/* A range of elements. master: float; with TZ_REMAINDER (only Adam) the int16 low halves, and `out` the high halves.
+ * out: else a copy of the new master, as out_type; NULL for none. */
 struct tz_run {
     void *master;
     const void *grad;
@@ -70,8 +71,8 @@ struct tz_run {
     const struct tz_hyper *hyper;
 };
 
-/* One array of 8-bit moments and the floats that they stand for. codes: int8 if is_signed. scales: one for TZ_SHARED of
- * them. table: of a code, taken as a byte, what it is to its scale. */
+/* One array of 8-bit moments and the floats that they stand for. codes: int8 if is_signed. scales: one for TZ_SHARED
+ * codes. table: by a code, taken as a byte, the factor of its scale that gives the value. */
 struct tz_moments {
     uint8_t *codes;
     float *scales, *values;
@@ -89,8 +90,8 @@ struct tz_copy {
     int32_t source_type, target_type, add, reserved;
 };
 
-/* MKL's Fortran entry point of vmsSqrt, and the mode in which ATen calls it (VML_HA, denormals kept, errors ignored). Once
- * torch.set_num_threads was called, MKL would start threads even for a block: so each thread here forbids it. */
+/* MKL's Fortran entry point of vmsSqrt, and the mode in which ATen calls it (VML_HA, denormals kept, errors
+ * ignored). After torch.set_num_threads, MKL would start threads even for one block: so each thread here limits it to 1. */
 typedef void tz_root(const int32_t *n, const float *a, float *y, const int64_t *mode);
 typedef int tz_set_threads(int num_threads);
 #define TZ_ROOT_MODE (0x2 | 0x140000 | 0x100)
@@ -141,8 +142,8 @@ static const struct {
 
 static inline int was_compiled(int level) { return level >= 0 && level < TZ_LEVELS && kernels[level].advance; }
 
-/* Return 1 if `level` was compiled in and this processor and operating system run it. Callers keep the result: on a virtual
- * machine CPUID takes microseconds. */
+/* Return 1 if `level` was compiled in and this processor and operating system run it. Callers keep the result: on a
+ * virtual machine CPUID takes microseconds. */
 API int tz_supported(int level) {
     if (!was_compiled(level)) return 0;
 #if defined(__x86_64__)
@@ -160,7 +161,8 @@ API int tz_supported(int level) {
 
 #include "thread_pool.h"
 
-/* The caller may have turned denormals off for itself (torch.set_flush_denormal); workers have not. All compute alike. */
+/* Turn denormals on for this thread, and return the former mode. The caller may have turned them off for itself
+ * (torch.set_flush_denormal), workers have not; results must not depend on the thread. */
 static inline unsigned keep_denormals(void) {
 #if defined(__x86_64__)
     unsigned before = _mm_getcsr();
@@ -179,18 +181,18 @@ static inline void restore_denormals(unsigned before) {
 #endif
 }
 
-/* ---- Updates: the runs laid end to end are cut into equal pieces, at cache lines within a run. ---- */
+/* ---- Updates: the runs, laid end to end, are cut into equal pieces; inside a run, at multiples of TZ_LINE. ---- */
 
 struct update {
     const struct tz_run *runs;
     int64_t num_runs, piece;
-    const int64_t *starts; /* of each run in the whole, and the end */
+    const int64_t *starts; /* of each run when all are laid end to end; then the end of the last */
     int level;
     tz_root *root;
     tz_set_threads *set_threads;
 };
 
-/* The last elements of a run pass through the same code in a padded copy. */
+/* Update the last n elements of a run, fewer than TZ_GROUP, by the same code in a padded copy. */
 static void advance_tail(const struct update *u, const struct tz_run *r, int64_t from, int64_t n) {
     const struct tz_hyper *h = r->hyper;
     __attribute__((aligned(64))) float space[3 + TZ_STATES][TZ_GROUP] = {{0}};
@@ -209,7 +211,7 @@ static void advance_tail(const struct update *u, const struct tz_run *r, int64_t
         if (places[k] && k != 2) memcpy((void *)places[k], space[k], n * widths[types[k]]);
 }
 
-/* The index of the last start <= x. */
+/* Return the index of the last start <= x. */
 static int64_t find(const int64_t *starts, int64_t count, int64_t x) {
     int64_t low = 0, high = count;
     while (high - low > 1) {
@@ -243,7 +245,7 @@ static void update_piece(void *context, int64_t index) {
     restore_denormals(mode);
 }
 
-/* Advances every run. root, set_threads: of MKL, for the runs with TZ_TORCH_ROOT; both NULL where there is none. Returns 0;
+/* Update every run. root, set_threads: MKL's functions, for runs with TZ_TORCH_ROOT; both NULL without MKL. Return 0;
  * -1: no memory, nothing was done; -2: the level was not compiled in. */
 API int tz_update_batch(struct tz_pool *pool, const struct tz_run *runs, int64_t num_runs, int level, tz_root *root,
                         tz_set_threads *set_threads) {
@@ -263,8 +265,8 @@ API int tz_update_batch(struct tz_pool *pool, const struct tz_run *runs, int64_t
     return 0;
 }
 
-/* Square roots as an update with these flags takes them, on the calling thread. numel: a multiple of TZ_GROUP. Returns 0;
- * -2: the level was not compiled in. */
+/* Compute square roots as an update with these flags does, on the calling thread. numel: a multiple of TZ_GROUP. Return
+ * 0; -2: the level was not compiled in. */
 API int tz_square_roots(const float *values, float *roots, int64_t numel, int flags, int level, tz_root *root,
                         tz_set_threads *set_threads) {
     if (!was_compiled(level)) return -2;
@@ -291,7 +293,7 @@ static void convert_piece(void *context, int64_t index) {
     restore_denormals(mode);
 }
 
-/* Decodes or encodes one array. Returns 0; -2: the level was not compiled in. */
+/* Convert one array of moments to floats or back. Return 0; -2: the level was not compiled in. */
 API int tz_convert_moments(struct tz_pool *pool, const struct tz_moments *moments, int level) {
     if (!was_compiled(level)) return -2;
     struct conversion conversion = {moments, level};
@@ -304,7 +306,7 @@ API int tz_convert_moments(struct tz_pool *pool, const struct tz_moments *moment
 struct carriage {
     const struct tz_copy *copies;
     int64_t num_copies;
-    const int64_t *starts; /* the first piece of each */
+    const int64_t *starts; /* the first piece of each copy */
     int level;
 };
 
@@ -316,7 +318,7 @@ static void carry_piece(void *context, int64_t index) {
     restore_denormals(mode);
 }
 
-/* Copies or adds `count` arrays, whose targets do not overlap, on all threads. Returns as tz_update_batch. */
+/* Copy or add `count` arrays, whose targets do not overlap, on all threads. Return as tz_update_batch does. */
 API int tz_copy_arrays(struct tz_pool *pool, const struct tz_copy *copies, int64_t count, int level) {
     if (!was_compiled(level)) return -2;
     int64_t *starts = malloc((count + 1) * sizeof *starts), num_pieces = 0;
@@ -344,9 +346,9 @@ static void receive_piece(void *context, int64_t index) {
     restore_denormals(mode);
 }
 
-/* Copies, adds or scans `count` arrays, one a thread; without a pool on the calling thread, in their order. norms: of what
- * then lies in each target (else in the source), with the same bits at any level; not finite if an element is not. Returns
- * as tz_convert_moments. */
+/* Copy, add or only read `count` arrays: one array a thread; without a pool all on the calling thread, in order.
+ * norms: gets the norm of each target afterwards (without a target, of the source), with the same bits at any level;
+ * not finite if an element is not. Return as tz_convert_moments does. */
 API int tz_copy_norms(struct tz_pool *pool, const struct tz_copy *copies, int64_t count, int fused_tail, float *norms,
                       int level) {
     if (!was_compiled(level)) return -2;

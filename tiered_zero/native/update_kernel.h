@@ -90,8 +90,8 @@ KERNEL vf estimate(vf a) {
 }
 #endif
 
-/* A square root that is not always rounded correctly: Goldschmidt's step from the processor's estimate of 1/sqrt(a), and
- * Newton's with its residual, nothing fused. Exact for denormals and the last floats, where a square would overflow. */
+/* A square root that is not always rounded correctly: the processor's estimate of 1/sqrt(a), a step of Goldschmidt
+ * and one of Newton, without FMA. Denormals and the last floats, whose s * s may overflow, get the exact root. */
 KERNEL vf newton_root(vf a) {
 #if defined(__x86_64__)
     vf y = estimate(a), s = a * y, h = y * 0.5f, r = 0.5f - h * s;
@@ -131,8 +131,8 @@ KERNEL vu to_bf16(vf x) {
     return choose(x == x, (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, (vu){0} + 0x7fc0);
 }
 
-/* Stochastic rounding. The noise is a hash of what is rounded and of the step, never of a position, so that neither cuts
- * nor threads change it. */
+/* Round stochastically. The noise is a hash of the value and of `seed`, which the step determines. It does not
+ * depend on the element's position, so cuts and threads do not change it. */
 KERNEL vu to_bf16_random(vf x, uint32_t seed) {
     vu bits = (vu)x, noise = bits ^ seed;
     noise = (noise ^ (noise >> 16)) * 0x85ebca6bu;
@@ -162,8 +162,8 @@ KERNEL void store(void *base, int64_t i, int type, vf x) {
     memcpy((uint16_t *)base + i, &h, sizeof h);
 }
 
-/* TZ_REMAINDER, for Adam alone: the master is (out << 16) + the signed 16-bit remainder + the mark, 0 or 0x10000. The mark
- * is the sign of the second moment, which is none of its own: see rules/state_layout.py. */
+/* TZ_REMAINDER, for Adam alone: the master is (out << 16) + the signed 16-bit remainder + the mark, 0 or 0x10000.
+ * The mark is the sign bit of the second moment, which is never negative: see rules/state_layout.py. */
 KERNEL vu load_mark(const struct tz_run *r, int64_t i) {
     if (r->hyper->state_type == TZ_F32) {
         vu bits;
@@ -211,7 +211,7 @@ KERNEL void store_master(const struct tz_run *r, int64_t i, vf x) {
     store_mark(r, i, (vu)((bits & 0x1ffff) == 0x8000) & 0x10000);
 }
 
-/* The gradient as the rule sees it: in float, scaled, turned for ascent, with L2 decay. */
+/* Return the gradient for the rule: as float, times grad_scale, negated with TZ_MAXIMIZE, plus L2 decay. */
 KERNEL vf load_gradient(const struct tz_run *r, int64_t i) {
     const struct tz_hyper *h = r->hyper;
     vf g = load(r->grad, i, h->grad_type) * h->grad_scale;
@@ -234,10 +234,10 @@ KERNEL vf lerp(vf from, vf to, float weight) {
     return fabsf(weight) < 0.5f ? fma_(splat(weight), to - from, from) : fma_(splat(weight - 1.0f), to - from, to);
 }
 
-/* torch.maximum: a NaN on either side wins. */
+/* torch.maximum: NaN if a or b is NaN. */
 KERNEL vf larger(vf a, vf b) { return (vf)choose((a > b) | (a != a), (vu)a, (vu)b); }
 
-/* Adam and Adagrad divide by a root. First the state advances: returns the dividend, and what stands under the root. */
+/* Adam and Adagrad, part 1: update the state. Return the dividend; set `under` to the number under the square root. */
 KERNEL vf accumulate(const struct tz_run *r, int64_t i, vf *under) {
     const struct tz_hyper *h = r->hyper;
     vf g = load_gradient(r, i), top = g, sum;
@@ -262,13 +262,13 @@ KERNEL vf accumulate(const struct tz_run *r, int64_t i, vf *under) {
     return top * h->rate;
 }
 
-/* Then the master. */
+/* Adam and Adagrad, part 2: update the master. `above`: the dividend. */
 KERNEL void divide(const struct tz_run *r, int64_t i, vf above, vf root) {
     const struct tz_hyper *h = r->hyper;
     store_master(r, i, load_master(r, i) * h->decay + above / (root / h->root2 + h->eps));
 }
 
-/* SGD and Lion need no root. */
+/* Update elements [from, to) by SGD or Lion, which need no square root. */
 KERNEL void descend(const struct tz_run *r, int64_t from, int64_t to) {
     const struct tz_hyper *h = r->hyper;
     for (int64_t i = from; i < to; i += LANES) {
@@ -306,7 +306,7 @@ TARGET static void NAME(extract)(const float *values, float *roots, int64_t nume
         for (int64_t i = 0; i < numel; i += LANES) store(roots, i, TZ_F32, take_root(load(values, i, TZ_F32), flags));
 }
 
-/* Update with MKL's root, which takes arrays: one block at a time. */
+/* Update elements [from, to) with MKL's root, which takes arrays: one block at a time. */
 KERNEL void advance_blocks(const struct tz_run *r, int64_t from, int64_t to, tz_root *torch_root) {
     __attribute__((aligned(64))) float above[TZ_BLOCK], under[TZ_BLOCK], root[TZ_BLOCK];
     for (int64_t begin = from; begin < to; begin += TZ_BLOCK) {
@@ -395,7 +395,8 @@ TARGET static void NAME(convert)(const struct tz_moments *q, int64_t from, int64
     }
 }
 
-/* Copy, add or neither; return what `at` then holds, as floats: storing may have overflowed. */
+/* Copy or add a vector, or only read it. Return the target's values (without a target, the source's) as floats; they
+ * may have overflowed when they were stored. */
 KERNEL vf pass(const struct tz_copy *c, int64_t at) {
     vf x = load(c->source, at, c->source_type);
     if (!c->target) return x;
@@ -404,7 +405,7 @@ KERNEL vf pass(const struct tz_copy *c, int64_t at) {
     return load(c->target, at, c->target_type);
 }
 
-/* Pass the last elements, fewer than TZ_GROUP from `whole` on, in a padded copy; `x`: their values afterwards, then zeros. */
+/* Pass the last elements, from `whole` on and fewer than TZ_GROUP, in a padded copy. `x`: gets what `pass` returns. */
 KERNEL void pass_rest(const struct tz_copy *c, int64_t whole, float *x) {
     int64_t left = c->numel - whole;
     float source[TZ_GROUP] = {0}, target[TZ_GROUP] = {0};
@@ -425,7 +426,7 @@ KERNEL void pass_all(const struct tz_copy *c, int64_t from, int64_t to) {
     }
 }
 
-/* Copy or add elements [from, to) of one array; `from` is a multiple of TZ_GROUP, and so is `to` unless it is the end. */
+/* Copy or add elements [from, to) of one array. Both are multiples of TZ_GROUP, except `to` at the array's end. */
 TARGET static void NAME(carry)(const struct tz_copy *copy, int64_t from, int64_t to) {
     struct tz_copy c = *copy;
     int64_t whole = to - (to - from) % TZ_GROUP;
@@ -438,9 +439,9 @@ TARGET static void NAME(carry)(const struct tz_copy *copy, int64_t from, int64_t
     if (whole < to) pass_rest(&c, whole, x);
 }
 
-/* Pass the whole array, and return the root of the sum of squares in the order of ATen's vector_norm, at every level: eight
- * running sums, joined one by one, then the rest. If ATen was compiled for processors with FMA (`fused_tail`), GCC fused
- * the rest behind its last four elements. */
+/* Pass the whole array, and return its L2 norm. Squares are added in the order of ATen's vector_norm at every level:
+ * eight running sums, joined one by one, then the rest. If ATen was compiled for processors with FMA (`fused_tail`),
+ * GCC has fused those of the rest that follow its last whole group of four. */
 TARGET static float NAME(receive)(const struct tz_copy *c, int fused_tail) {
     tz_eight sums = {0};
     int64_t whole = c->numel - c->numel % TZ_GROUP, left = c->numel - whole;
