@@ -1,9 +1,9 @@
 /* Update at memory speed, in one pass over gradient, master weights and optimizer state.
  *
- * Plain C with pthreads, bound by update.py with ctypes. Adam with 16-bit gradients and copies moves 28 bytes per parameter:
- * each array is read once and written once. The arithmetic is in update_kernel.h, compiled here once for each instruction
- * set of the architecture; the caller names the one to run. The threads are in thread_pool.h. Nothing here looks at the
- * environment.
+ * Plain C with pthreads, bound by update.py with ctypes. Adam with 16-bit gradients and copies moves 28 bytes per
+ * parameter: each array is read once and written once. The arithmetic is in update_kernel.h, compiled here once for
+ * each instruction set of the architecture; the caller names the one to run. The threads are in thread_pool.h. No
+ * environment variable is read.
  */
 #if defined(__FAST_MATH__)
 #error "update.c needs IEEE arithmetic: build without -ffast-math"
@@ -91,7 +91,7 @@ struct tz_copy {
 };
 
 /* MKL's Fortran entry point of vmsSqrt, and the mode in which ATen calls it (VML_HA, denormals kept, errors
- * ignored). After torch.set_num_threads, MKL would start threads even for one block: so each thread here limits it to 1. */
+ * ignored). After torch.set_num_threads, MKL would start threads even for a block, so each thread limits it to 1. */
 typedef void tz_root(const int32_t *n, const float *a, float *y, const int64_t *mode);
 typedef int tz_set_threads(int num_threads);
 #define TZ_ROOT_MODE (0x2 | 0x140000 | 0x100)

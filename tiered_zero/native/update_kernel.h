@@ -1,11 +1,11 @@
 /* Define the arithmetic of one update; update.c includes this file once per level.
  *
- * Defined before inclusion: LEVEL (name suffix), LANES (floats in a vector), TARGET (function attribute), and ISA_AVX512
- * or ISA_AVX2 for their instructions; without either, those of NEON are used. The code uses the compilers' portable vector
- * extension; only fused multiply-add, square root and half precision use intrinsics of the instruction set. Each operation
- * is rounded once (IEEE), every level fuses the same operations, and every element takes the same path: so the bits depend
- * neither on the level nor on the place of an element. Stores go through the caches: streaming stores were no faster on Zen 4, and the next
- * reader of the 16-bit copy may find it in a cache.
+ * Defined before inclusion: LEVEL (name suffix), LANES (floats in a vector), TARGET (function attribute), and
+ * ISA_AVX512 or ISA_AVX2 for their instructions; without either, those of NEON are used. The code uses the compilers'
+ * portable vector extension; only fused multiply-add, square root and half precision use intrinsics of the instruction
+ * set. Each operation is rounded once (IEEE), every level fuses the same operations, and every element takes the same
+ * path: so the bits depend neither on the level nor on the place of an element. Stores go through the caches: streaming
+ * stores were no faster on Zen 4, and the next reader of the 16-bit copy may find it in a cache.
  */
 
 #ifndef NAME /* once: LEVEL and TARGET are expanded at each use of a name */
