@@ -13,7 +13,7 @@ from tiered_zero.io.native import load_library
 from tiered_zero.native import VERSION
 from tiered_zero.native.update import UpdateKernel
 
-SOURCES_DIGEST = "a9ad5e74b21351fd"
+SOURCES_DIGEST = "a4e2112ab9b6dd5a"
 """Of the C sources of VERSION."""
 
 

@@ -215,7 +215,7 @@ class Checkpoints:
             agree(self._ranks, f"{_LOAD}: its values", read)
             self._weights.end_update()
         except BaseException as error:
-            # some values are new and some old
+            # some values are new, some old and some 0
             self._policy.latch(f"Loading {path} ended in its middle, by {type(error).__name__}")
             raise
 

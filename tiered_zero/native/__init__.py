@@ -18,7 +18,7 @@ from typing import Any
 
 from tiered_zero.errors import ConfigError
 
-VERSION = 10
+VERSION = 11
 """The version of the C sources, as in version.h. Libraries of other versions may have other structures."""
 
 LIBRARY_DIR_VARIABLE = "TIERED_ZERO_NATIVE_DIR"
