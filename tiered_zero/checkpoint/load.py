@@ -422,8 +422,8 @@ class StateLoader:
         """Free buffers for masters that are stored as remainders; the next sub-group takes one."""
 
     def load(self) -> None:
-        """Load everything. If this raises, some values are new, some old and some 0. Raises CorruptionError, StoreError,
-        TransferError."""
+        """Load everything. If this raises, some values are new, some old and some 0. Raises CorruptionError,
+        StoreError, TransferError."""
         run_ahead(self._io, self._view.layouts, self._begin)
         for unit in self._state.units:
             if unit.index not in self._state.updated_units:
