@@ -301,8 +301,8 @@ class ActivationMover:
         return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor() or 0 in tensor.stride())
 
     def _find(self, key: tuple[int, int], tensor: torch.Tensor) -> _Reference | None:
-        """Return a reference of the record of the tensor's storage in its present version; None if this version was not
-        moved. `key`: (storage, version)."""
+        """Return a reference to the record of `tensor`, if the present version of its storage was already moved; else
+        None. `key`: the identity of the storage, and its version."""
         record = self._by_key.get(key)
         if record is None or record.storage.expired():  # type: ignore[no-untyped-call]
             return None

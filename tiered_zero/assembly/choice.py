@@ -381,8 +381,8 @@ def _paths(config: Config) -> tuple[str, ...]:
 
 
 def _free_nbytes(paths: Sequence[str], rates: Machine | None) -> int | None:
-    """Return the bytes free for swap files: the sum over the disks in `rates`, or if it has none, the least among the
-    disks of `paths`. None if unknown."""
+    """Return the bytes free for swap files; None if unknown. If `rates` lists disks, these are all bytes of these
+    disks; else the free bytes of the fullest disk among those of `paths`."""
     if rates is not None and rates.disks:
         sizes = [disk.nbytes for disk in rates.disks]
         return None if None in sizes else sum(filter(None, sizes))

@@ -2,8 +2,8 @@
 
 [Note: In-place commits] A store is a set of swap files with a manifest, the durable table of its records. A commit
 writes a new manifest, with the checkpoint's manifest (`TagManifest`) in its metadata. A load takes the newest manifest
-of the store with the optimizer state. A tag in a save directory only points to that store, and is published later. A
-commit of step N, after one of an earlier step M:
+of that store which holds the optimizer state. A tag in a save directory only points to that store, and is published
+later. A commit of step N, after one of an earlier step M:
 
     1  updates stop; they have written only slots that manifest M does not name
     2  sync the data files, write and sync `manifest.next`; meanwhile write and sync the tag's next manifest
@@ -14,16 +14,17 @@ commit of step N, after one of an earlier step M:
 After a crash the disk may lack any page that was not synced:
 
     in 1, 2     M is loaded: nothing that it names was overwritten. The next run removes `manifest.next`, and the next
-                save removes the tag's
-    in 3        M is loaded, as above; or N, if the rename is on the disk. A tag of M then leads to N by the run's id
+                save the tag's next manifest
+    in 3        M is loaded, as above; or N, if the rename is on the disk. A tag of M leads to N then:
+                it finds the store by the run's id
     in 4, 5     N is loaded. If the new tag or the new `latest` is lost, the old one leads to N by the run's id
     without M   (N is the first commit) nothing can be loaded before 3, N afterwards; the save directory leads to N from
                 5 on
 
-A commit has several stores if there are many ranks, or if parameters that are half of their masters (state_format
-bf16_remainder) have their own store. Step 2 makes all manifests durable. Step 3 first renames the manifest with rank
-0's state, which decides the commit, and then the others. A load takes from each other store the manifest with the id of
-the decided commit, in `manifest` or `manifest.next`: two commits may have the same step.
+A commit has several stores if there are many ranks, or if parameters that are the upper halves of their masters
+(state_format bf16_remainder) have their own store. Step 2 makes all manifests durable. Step 3 first renames the
+manifest with rank 0's state, which decides the commit, and then the others. A load takes from each other store the
+manifest with the id of the decided commit, in `manifest` or `manifest.next`: two commits may have the same step.
 
 A run that adopts a commit takes over the last run's swap directory and copies nothing. If its layout differs, it loads
 the commit into its own homes, and the old files stay as they are."""

@@ -197,8 +197,9 @@ def check_places(tensors: Mapping[str, TensorEntry], extents: Mapping[tuple[int,
 
 @final
 class WrittenBy(StrictModel):
-    """The program and the run that wrote a tag. `kernel`: the level of the update kernel. `num_threads`: the number of
-    threads of a forward on the CPU; 0 if another device computes. `created_s`: seconds since the epoch."""
+    """The program and the run that wrote a tag. `kernel`: the level of the update kernel, such as "avx2".
+    `num_threads`: the number of threads of a forward on the CPU; 0 if another device computes. `created_s`: seconds
+    since the epoch."""
 
     tiered_zero: str
     torch: str
@@ -490,8 +491,9 @@ def torch_dtype(name: str) -> torch.dtype:
 def describe(
     dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...] | None = None, form: Form = "plain"
 ) -> TensorEntry:
-    """Return a `TensorEntry` without parts. `form`: see [Note: Portable form]. Raises StoreError for a dtype that a
-    checkpoint cannot hold."""
+    """Return a `TensorEntry` whose list of parts, the places of its bytes, is still empty. `order`: the dimensions in
+    the order in which they lie in memory; None if contiguous. `form`: see [Note: Portable form]. Raises StoreError for
+    a dtype that a checkpoint cannot hold."""
     return TensorEntry(dtype=dtype_name(dtype), shape=tuple(shape), order=order, form=form)
 
 
@@ -526,8 +528,9 @@ class RecordPlaces(NamedTuple):
 
 
 def copied_places(scalars: Scalars) -> RecordPlaces:
-    """Return the places to which a full save writes. A sub-group's record holds its slot, then with state_format
-    bf16_remainder its parameters. `scalars`: shows which slots hold state in addition to masters."""
+    """Return the places of a full save in this rank's data file. The record of a sub-group holds the bytes of its slot;
+    with state_format bf16_remainder its parameters follow them. `scalars`: the scalars of each sub-group's state; the
+    slot of a sub-group without scalars holds masters alone."""
 
     def state(layout: StateLayout) -> Source:
         return Source(0, f"state/{layout.subgroup.index}", 0)

@@ -111,8 +111,8 @@ def match(state: RunState, manifest: TagManifest, *, strict: bool, with_state: b
 
 
 def differences(written_by: Mapping[str, Any], now: Mapping[str, Any]) -> Sequence[str]:
-    """Return a message for each difference between two runs after which later steps may compute other bits, such as
-    torch's version. `written_by`, `now`: the fields of `WrittenBy` of the run that saved, and of this run."""
+    """Compare the run that saved with this run. Return a message for each difference, such as another version of torch,
+    that can change the bits of later steps. `written_by`, `now`: the fields of both runs' `WrittenBy`."""
     lines = []
     for name, what in _FACTS.items():
         then, here = written_by.get(name), now.get(name)
@@ -554,8 +554,8 @@ class StateLoader:
     # -- parameters without a master -----------------------------------------------------------------------------------
 
     def _load_unit(self, unit: Unit) -> None:
-        """Load the parameters of a unit that no update writes. Write them to each of its homes, or if it has no home,
-        to the device."""
+        """Load the parameters of a unit whose parameters no update writes, such as a frozen one. Write them to each
+        home of the unit, or to the device if it has none."""
         inventory = self._state.inventory
         homes = [home for kind in ("param", "param_back") if (home := inventory.find(unit, kind)) is not None]
         if inventory.find(unit, "param") is None:

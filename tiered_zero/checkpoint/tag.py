@@ -284,8 +284,8 @@ def _wrong_file(dir_fd: int, name: str, nbytes: int) -> str:
 
 
 def _follow(info: TagInfo, manifest: TagManifest) -> TagInfo:
-    """Add the run's newest commit to the `info` of an in-place commit's tag. The tag is complete if its own commit is
-    the newest, and no part of it is missing on this host."""
+    """Return `info`, of a tag that points to an in-place commit, with the newest commit of that run added. The tag is
+    complete if it points to this newest commit, and no part of the commit is missing on this host."""
     assert manifest.swap is not None, "a tag of an in-place commit"
     first = manifest.swap.first
     info = replace(info, run_id=manifest.swap.run_id)
@@ -499,8 +499,8 @@ def _nothing_found(path: Path, infos: Sequence[TagInfo], skipped: list[str]) -> 
 
 
 def open_reader(found: FoundCheckpoint, own_runs: Container[str] = ()) -> TensorReader:
-    """Open the checkpoint `found`: a tag or an in-place commit. `own_runs`: ids of the calling run's stores, which may
-    be opened although the run is alive. Raises StoreError."""
+    """Open the checkpoint `found`: a tag or an in-place commit. `own_runs`: the run ids in the manifests of
+    the caller's own stores, which may be opened although their run is alive. Raises StoreError."""
     if found.swap is not None:
         return open_commit(found.swap, own_runs)
     return open_tag(found.path, manifest=found.manifest)

@@ -78,8 +78,9 @@ def verify_command(directory: Path, as_json: bool) -> None:
     """Read all bytes of the checkpoints in DIRECTORY, and compare them with their checksums. The exit code is 1 if a
     checkpoint is broken, lost or not verified, or if no checkpoint is whole.
 
-    The in-place commit that `latest` names is lost if its swap directory is gone or damaged, or on another host. A save
-    under way or cut off, an older in-place commit and another program's checkpoint are passed over, without failure.
+    An in-place commit that `latest` names is reported as lost if its swap directory is gone or damaged, or on another
+    host. A save under way or cut off, an older in-place commit and another program's checkpoint do not change the exit
+    code.
     The commit of a live run is not verified: stop that run first. DIRECTORY may also be the swap directory of a run
     with in-place commits.
     """

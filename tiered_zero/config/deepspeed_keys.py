@@ -314,7 +314,8 @@ FILLED = "the trainer that reads the file fills it: Transformers, Accelerate, Li
 
 @dataclass(frozen=True, kw_only=True)
 class KeyReport:
-    """One line of `tiered-zero explain`: a key, its value, the source of the value, and the key's fate and effect."""
+    """One line of `tiered-zero explain`: a key, its value, where the value comes from, whether the key is used
+    (`Fate`), and its effect."""
 
     path: str
     value: Any

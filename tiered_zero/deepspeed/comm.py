@@ -26,8 +26,8 @@ def init_distributed(
     world_size: int = -1,
 ) -> None:
     """Initialize torch's default process group, if there is none; without a launcher it has one rank. `timeout`: a
-    timedelta; default: half an hour. Only `timeout` and `dist_init_required` have an effect. Raises ModelError and
-    RankError."""
+    timedelta; default: half an hour. `dist_init_required`: False: never initialize it. The other arguments have no
+    effect. Raises ModelError and RankError."""
     open_default_group(timeout.total_seconds() if timeout is not None else 1800.0, dist_init_required)
 
 

@@ -541,8 +541,8 @@ class InFlightGradients:
             self._add([GradCopy(index=-1, target=target, source=source, adds=adds)])
 
     def _add(self, copies: Sequence[GradCopy]) -> None:
-        """Make copies and sums in host memory through staging buffers: one buffer is filled while another is added.
-        Runs on the reduce lane."""
+        """Copy gradients through staging buffers to their targets in host memory, or add them there, as `copies` says.
+        One buffer is filled while the content of another is copied or added. Runs on the reduce lane."""
         coming: deque[_Load] = deque()
         try:
             for parts in self._loads(copies):

@@ -43,10 +43,11 @@ NO_MARK = 1 << 62
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
     """How gradients are reduced. `buckets`: all buckets, in the order of their reduction. `gathers`: whether every rank
-    gets the whole average, not only its shards. `before`: what gradients are divided by before they are summed.
+    gets the whole average, not only its shards of it. `before`: what gradients are divided by before they are summed.
     `after`: what the sums are divided by. `dtype`: the dtype of the sums; None: that of the gradients. `overlaps`:
-    whether backward goes on while a bucket is reduced. `shards_params`: whether backward gathers parameters.
-    `in_backward`: whether the last backward of a step reduces whole gradients."""
+    whether backward goes on while a bucket is reduced. `shards_params`: whether parameters are sharded, and
+    gathered in backward. `in_backward`: whether unsharded gradients are reduced in the last backward of a step; if
+    False, in step()."""
 
     buckets: Sequence[Bucket]
     gathers: bool
@@ -203,7 +204,8 @@ class GradientReducer:
         return unit in self._sources or self.uses.is_complete(self._units[unit])
 
     def _waits_apart(self, unit: Unit) -> bool:
-        """Return whether buckets find the unit's gradients in `UnitGradients.waiting`, not in the unit's flat."""
+        """Return whether the unit's gradients wait for their buckets in `UnitGradients.waiting`, not in the unit's
+        flat."""
         return self._units[unit].shard is not None or unit in self._adding
 
     def _receive_next(self, units: Iterable[Unit]) -> None:
@@ -387,7 +389,8 @@ class GradientReducer:
                 self._store.free_taken(sources)
 
     def _fill(self, out: torch.Tensor, unit: Unit, span: range, sources: Mapping[int, torch.Tensor]) -> None:
-        """Fill `out` with elements `span` of the unit's gradients. Parameters that are not in `sources` get zeros."""
+        """Fill `out` with elements `span` of the unit's gradients. `sources`: index of a parameter -> its gradient; a
+        parameter without one gets zeros."""
         position = span.start
         for entry in unit.entries:
             first, stop = max(entry.start, span.start), min(entry.stop, span.stop)
@@ -564,7 +567,7 @@ class UnitUses:
         self._front = min(self._front, mark.number)
 
     def is_expected(self, unit: Unit) -> bool:
-        """Return whether a backward may bring gradients of the unit."""
+        """Return whether a backward can still produce gradients of the unit."""
         return bool(self._marks.get(unit)) or unit in self._unmarked
 
     def is_complete(self, each: UnitGradients) -> bool:
@@ -623,7 +626,7 @@ class UseOrder:
         self._left[unit] += 1
 
     def is_expected(self, unit: Unit) -> bool:
-        """Return whether a backward may bring gradients of the unit."""
+        """Return whether a backward can still produce gradients of the unit."""
         return unit in self._left
 
     def begin_backward(self, units: Iterable[Unit]) -> None:

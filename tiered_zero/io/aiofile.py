@@ -211,7 +211,8 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _stop_loop(pid: int, loop: asyncio.AbstractEventLoop) -> None:
-    """End the loop of a freed engine. Do nothing in a process other than `pid`."""
+    """Stop the event loop of an I/O engine that was freed. `pid`: the process that made the loop; in a fork of it, do
+    nothing."""
     if os.getpid() == pid and not loop.is_closed():
         with suppress(RuntimeError):  # it was closed meanwhile
             loop.call_soon_threadsafe(loop.stop)

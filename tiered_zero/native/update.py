@@ -146,9 +146,10 @@ class UpdateKernel:
         self._check(self._library.tz_copy_arrays(self._pool, table, len(copies), LEVELS[self.level]))
 
     def copy_norms(self, copies: Sequence[CopyNorm], *, fused_tail: bool, threaded: bool = False) -> list[float]:
-        """Copy, add or only read arrays. Return the L2 norm of each target (without a target, of the source), in fp32
-        and in the order of ATen's vector_norm. `fused_tail`: whether ATen was compiled with FMA. `threaded`: use the
-        pool; targets must not overlap. Addresses must be valid during the call."""
+        """For each of `copies`, copy the source to its target, add it there, or only read it if there is no target.
+        Return the L2 norm of each target, or of the source if there is none, in fp32, with squares summed in the same
+        order as by ATen's vector_norm. `fused_tail`: whether ATen was compiled with FMA. `threaded`: run on the
+        kernel's threads; targets must not overlap. Addresses must be valid during the call."""
         table, norms = _copy_table(copies), (ctypes.c_float * len(copies))()
         pool = self._pool if threaded else None
         self._check(self._library.tz_copy_norms(pool, table, len(copies), fused_tail, norms, LEVELS[self.level]))

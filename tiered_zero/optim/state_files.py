@@ -30,9 +30,10 @@ STAND_IN = "state_files"
 
 
 class _Index(JsonFile):
-    """What the index holds, as JSON. `groups`: the option values of each group, from `to_json`. `sizes`: the number of
-    parameters in each group. `state`: for each parameter its values that are no tensors, from `to_json`. `tensors`: the
-    name of a tensor -> its `_text`. A name is the parameter's number, "/" and the name of the value."""
+    """The JSON index of a saved optimizer. `groups`: the option values of each group, from `to_json`. `sizes`: the
+    number of parameters in each group. `state`: for each parameter its values that are no tensors, from `to_json`.
+    `tensors`: "<number of the parameter>/<name of the value>", such as "3/exp_avg" -> what `_text` says of that
+    tensor."""
 
     format_name = "tiered_zero.optimizer_state"
 

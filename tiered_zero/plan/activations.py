@@ -119,7 +119,8 @@ class BlockShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationEstimate:
-    """Estimated bytes of one micro-batch. Each block is checkpointed: backward computes it again."""
+    """Estimated bytes of the activations of one micro-batch, with activation checkpointing: backward computes each
+    block again."""
 
     tokens: int
     boundary_nbytes: int  # the saved input of one block

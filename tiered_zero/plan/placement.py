@@ -208,7 +208,7 @@ def list_traffic(
     tiers: Placement,
     request: PlanRequest,
 ) -> tuple[UnitTraffic, ...]:
-    """Return the traffic of each unit, in the order of a forward."""
+    """Return, for each unit in the order of a forward, its bytes of each kind and the tiers on which they rest."""
     state: dict[int, Counter[str]] = {unit.index: Counter() for unit in units}
     for subgroup, tier in zip(subgroups, tiers.state, strict=True):
         left_nbytes, left_numel = subgroup.state_nbytes, sum(subgroup.parts.values())

@@ -178,8 +178,8 @@ def next_path(path: Path) -> Path:
 
 
 def prepare_file(path: Path, data: bytes) -> None:
-    """Write `data`, the next version of the file `path`, to `next_path`, and fsync it. The name is durable only after
-    `sync_directory`. Raises OSError."""
+    """Write `data`, the next version of the file `path`, to the file `next_path(path)`, and fsync it. That file's name
+    is durable only after `sync_directory`. Raises OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with opened(next_path(path), flags, 0o600) as fd:
         write_and_sync(fd, [data])

@@ -217,7 +217,8 @@ def pieces_of(run: Run) -> list[Run]:
 
 @contextmanager
 def dry_steps() -> Iterator[None]:
-    """Run trial steps in the with-block without autograd, and restore the CPU's random state afterwards."""
+    """A context manager for trial steps: its block runs without autograd, and the CPU's random state is restored
+    afterwards."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         yield
 

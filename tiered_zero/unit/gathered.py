@@ -143,8 +143,8 @@ def _write_back(pager: Pager, paged: PagedUnit, old: torch.Tensor | None, modifi
 
 @runs_outside_modes
 def _drop_change(paged: PagedUnit) -> str | None:
-    """Return the name of a parameter that user code has changed without writing it back; None if there is none. After
-    such a change a paged unit becomes stale."""
+    """Find a change that user code has made to a parameter of `paged` without writing it back. If there is one, mark a
+    paged unit as stale, so that its next use fetches it from its home, and return the parameter's name; else None."""
     if paged.num_users > 1 + paged.is_resident:  # an outer block searches at its own end
         return None
     if (changed := paged.storage.end_change()) is not None:

@@ -170,7 +170,8 @@ WATCHED = ("numpy", "__array__", "data_ptr", "__dlpack__")
 
 
 def _watch(tensor: torch.Tensor) -> None:
-    """Watch the values of the parameter that `tensor` is, or is a view of."""
+    """Let the pager copy the values of a parameter, to find later whether user code has changed them. `tensor`: the
+    parameter, or a view of it."""
     param = tensor if isinstance(tensor, nn.Parameter) else tensor._base
     if isinstance(param, nn.Parameter) and (handler := handler_of(param)) is not None:
         handler.watch(param)

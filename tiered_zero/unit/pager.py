@@ -319,8 +319,9 @@ class Pager:
         raise offloaded_error(function, name, tier, paged.unit.dtype, self._accelerator.device)
 
     def _fault_in_saved(self, unit: Unit, version: int | None) -> FlatStorage:
-        """Fetch a unit for a saved view, and return its storage. `version`: the unit's version when the view was saved;
-        None: any. Raises ModelError if the unit's weights have changed since."""
+        """Fetch a unit because backward needs a view of it that autograd has saved, and return the unit's storage.
+        `version`: the unit's version when the view was saved; None: accept any. Raises ModelError if the unit's weights
+        have changed since."""
         paged = self.units.by_unit[unit]
         if torch._C._current_graph_task_id() != self.phase.task:
             paged.events.notice_backward()

@@ -64,7 +64,8 @@ THIS_THREAD = _ThisThread()
 
 
 def on_lane_error(call: str) -> InternalError:
-    """Return the error for `call` on a lane's thread. Only compute's thread may make this call."""
+    """Return the error to raise if a lane's thread has made `call`, which only the thread that runs the model may
+    make."""
     return InternalError(
         f"{call} was called on {threading.current_thread().name}, whose current stream is not compute's. This is "
         "an error in tiered_zero, not in the model: please report it with this message."

@@ -318,8 +318,8 @@ class ProcessGroups(Collectives):
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close the groups and the lanes; wait some seconds at most for collectives under way. Idempotent. If the
-        program ends by an error, the other ranks raise RankError with that error's text."""
+        """Close the groups and the lanes; wait some seconds at most for collectives under way. Idempotent. If an
+        error ends this rank's program, the other ranks raise RankError with the text of that error."""
         if self._phase is _Phase.CLOSED:
             return
         if (uncaught := getattr(sys, "last_value", None)) is not None:
