@@ -378,6 +378,25 @@ def test_a_commit_without_its_tag_is_named_and_resumed_from(
             assert engine.global_steps == 2
 
 
+@pytest.mark.parametrize("named", [0, 1])
+def test_a_commit_is_resumed_by_any_of_its_directories(swap_path: Path, tmp_path: Path, named: int) -> None:
+    paths = [swap_path / "first", swap_path / "second"]
+    for path in paths:
+        path.mkdir(mode=0o700)
+
+    def settings(**checkpoint: Any) -> Settings:
+        own = config(swap_path, {"in_place": True, **checkpoint})
+        for kind in ("offload_param", "offload_optimizer"):
+            own["zero_optimization"][kind]["nvme_path"] = list(map(str, paths))
+        return own
+
+    with start(settings()) as engine:
+        train(engine, 1, tmp_path)
+    (run,) = list_runs(paths[named])
+    with start(settings(resume=str(run.path))) as engine:
+        assert engine.global_steps == 1
+
+
 def test_an_engine_goes_back_to_its_own_commit(swap_path: Path, tmp_path: Path) -> None:
     with start(config(swap_path, {"in_place": True})) as engine:
         train(engine, 2, tmp_path)

@@ -418,7 +418,8 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -
     if tag is not None:
         return _take_named(path, tag)
     if (path / OWNER_NAME).exists():
-        return FoundCheckpoint(path=path, swap=path)
+        paths = owner_of(path).paths
+        return FoundCheckpoint(path=path, swap=Path(paths[0]) if str(path) in paths else path)
     if (path / MANIFEST_NAME).exists():
         info, manifest = look_at(path)
         if (found := _take(info, manifest)) is None:
