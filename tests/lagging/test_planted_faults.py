@@ -29,7 +29,7 @@ from tests.support.trainers import tiered
 from tiered_zero import Engine
 from tiered_zero.concurrency.transfer import COMPLETED, Transfer
 from tiered_zero.errors import EngineFailedError
-from tiered_zero.hardware.device.accelerator import Accelerator, Lane, LaneTransfer
+from tiered_zero.hardware.device.accelerator import Accelerator, EventMarker, Lane, LaneTransfer
 from tiered_zero.hardware.device.streams import StreamAccelerator
 
 
@@ -56,7 +56,7 @@ def copies_do_not_finish(patch: pytest.MonkeyPatch) -> None:
 
 def marks_are_early(patch: pytest.MonkeyPatch) -> None:
     """Of what was launched before."""
-    early = LaneTransfer(torch.accelerator.current_stream().record_event())
+    early = LaneTransfer(EventMarker(torch.accelerator.current_stream().record_event()))
     patch.setattr(StreamAccelerator, "record_compute", lambda self: early)
 
 

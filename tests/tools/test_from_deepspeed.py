@@ -32,7 +32,7 @@ FIRST, END = migrant.STEPS_BEFORE, migrant.STEPS_BEFORE + migrant.STEPS_AFTER
 @pytest.fixture
 def moved(case: str, tmp_path: Path) -> Path:
     with tarfile.open(FOLDER / f"{case}.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
+        archive.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     return tmp_path
 
 
