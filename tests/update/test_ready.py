@@ -48,14 +48,14 @@ def test_the_shallowest_comes_first_and_skipped_ones_are_counted_once() -> None:
     first = own.choose()
     assert first is not None and first.subgroup.index == 1
     add(own, 0)  # comes in before what was looked at
-    own.take(first)
+    own.take([first.subgroup.index])
     assert [chosen(own), own.wait()] == [0, True] and not own.computed.done()
     own.unit_updates[unit(5)] = update = UnitUpdateOf()
     own.finish(COMPLETED)
     own.count_skipped()
     own.count_skipped()
     assert update.num_completed == 1, "the one without a gradient"
-    assert own.take_among([3, 2, 0]) and own.has_ended()
+    assert own.take([3, 2, 0]) and own.has_ended()
 
 
 class UnitUpdateOf:
@@ -77,7 +77,7 @@ def test_the_shallowest_whose_gradients_have_arrived_is_chosen() -> None:
         arrived.update(arrives)
         found = own.choose()
         assert found is not None
-        own.take(found)
+        own.take([found.subgroup.index])
         order.append(found.subgroup.index)
     assert order == [5, 4, 3, 2] and own.choose() is None
     add(own, 8, 7, 6)
@@ -91,6 +91,6 @@ def test_a_job_that_is_cancelled_between_choose_and_take() -> None:
     seen = own.choose()
     assert seen is not None
     assert own.cancel()
-    own.take(seen)
+    own.take([seen.subgroup.index])
     assert own.choose() is None and not own.wait()
     assert not job(0).cancel(), "no sub-group was ready"

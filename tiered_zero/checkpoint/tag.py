@@ -418,7 +418,7 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -
     if tag is not None:
         return _take_named(path, tag)
     if (path / OWNER_NAME).exists():
-        paths = owner_of(path).paths
+        paths = read_owner(path).paths
         return FoundCheckpoint(path=path, swap=Path(paths[0]) if str(path) in paths else path)
     if (path / MANIFEST_NAME).exists():
         info, manifest = look_at(path)

@@ -69,8 +69,8 @@ def _folder(args: Any, state: Any) -> Path:
 class ReportCallback(TrainerCallback):
     """Adds to each line of training logs: GiB on each tier, the busy share of each link in the last step, and GB that
     this process has written to the disk. `engine`: the engine, if one steps the optimizer. `rated`: the bytes
-    of writes for which the drive is rated, such as "600TB"; the used share is logged too. Loggers that run before
-    this callback miss the numbers; `state.log_history` has them."""
+    of writes for which the drive is rated, such as "600TB"; with it, the share of the rating used so far is logged
+    too. Loggers that run before this callback miss the numbers; `state.log_history` has them."""
 
     def __init__(self, engine: Any = None, rated: str | int | None = None) -> None:
         self._engine = engine

@@ -214,7 +214,7 @@ def _stop_loop(pid: int, loop: asyncio.AbstractEventLoop) -> None:
     """Stop the event loop of an I/O engine that was freed. `pid`: the process that made the loop; in a fork of it, do
     nothing."""
     if os.getpid() == pid and not loop.is_closed():
-        with suppress(RuntimeError):  # it was closed meanwhile
+        with suppress(RuntimeError):  # another thread closed it just now
             loop.call_soon_threadsafe(loop.stop)
 
 

@@ -301,7 +301,7 @@ def _make(path: Path, key: str) -> None:
     missing = [place for place in (path, *path.parents) if not place.exists()][::-1]
     try:
         for place in missing:
-            place.mkdir(mode=0o700, exist_ok=True)  # another rank may have made it meanwhile
+            place.mkdir(mode=0o700, exist_ok=True)  # another rank may have made it since
     except OSError as error:
         raise ConfigError(
             f"{key} {path} is missing and cannot be made: {errno_text(error.errno or 0)}. Name a directory on the "

@@ -308,7 +308,7 @@ class SwapStore:
         self._table.revert()
 
     def drain_all(self) -> None:
-        """Wait for every request and ignore errors. No other thread may use the store meanwhile."""
+        """Wait for every request and ignore errors. No other thread may use the store during the call."""
         self._files.engine.drain()
         finished = threading.Event()
         self._worker.submit(finished.set)

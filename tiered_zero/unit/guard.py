@@ -457,7 +457,7 @@ def _fault_in(param: nn.Parameter, used: Sequence[nn.Parameter], function: str) 
 
 def _offloaded_in(values: Any) -> Iterator[tuple[nn.Parameter, list[nn.Parameter]]]:
     """Yield (parameter, the other parameters) for each offloaded parameter in `values`, the arguments of a call. Skip
-    one that was fetched meanwhile."""
+    those that are no longer offloaded."""
     used = list(_parameters_in(values))
     for index, param in enumerate(used):
         if isinstance(param, OffloadedParameter):

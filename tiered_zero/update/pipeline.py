@@ -6,6 +6,7 @@ state ahead. A sub-group is what the optimizer steps at once; the code refers to
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -78,6 +79,8 @@ class UpdateJob:
         self._changed = threading.Condition()
         self._ready: dict[int, StateLayout] = {}
         """Index of a ready sub-group -> its layout, in the order in which sub-groups became ready."""
+        self._ascending: list[int] = []
+        """The indices of the ready sub-groups, in the order in which forward needs them."""
         self._skipped: list[StateLayout] = []
         self._closed = False
 
@@ -132,6 +135,7 @@ class UpdateJob:
         changed a sub-group."""
         with self._changed:
             self._ready.clear()
+            self._ascending.clear()
             self._closed = True
             self._changed.notify()
         return bool(self.after_of)
@@ -140,6 +144,7 @@ class UpdateJob:
         self.after_of[layout.subgroup.index] = after
         with self._changed:
             self._ready[layout.subgroup.index] = layout
+            insort(self._ascending, layout.subgroup.index)
             self._changed.notify()
 
     def _has_gradient(self, subgroup: SubGroup) -> bool:
@@ -155,7 +160,7 @@ class UpdateJob:
         """Return the sub-group to update next: of the ready ones whose gradients have all arrived, the one that the
         next forward needs first; if there is none, the one that became ready first; None if none is ready."""
         with self._changed:
-            for index in sorted(self._ready):
+            for index in self._ascending:
                 if self.has_arrived(self._ready[index]):
                     return self._ready[index]
             return next(iter(self._ready.values()), None)  # its gradients arrive first
@@ -164,17 +169,13 @@ class UpdateJob:
         """Return whether all gradients of the sub-group can be read now."""
         return all(map(self.gradients.has_arrived, layout.subgroup.units))
 
-    def take(self, layout: StateLayout) -> None:
-        """Remove `layout` from the ready sub-groups, if it is still among them."""
-        with self._changed:
-            self._ready.pop(layout.subgroup.index, None)
-
-    def take_among(self, subgroups: Collection[int]) -> list[StateLayout]:
+    def take(self, subgroups: Collection[int]) -> list[StateLayout]:
         """Remove and return the ready ones of `subgroups` (indices), in the order of `subgroups`."""
         with self._changed:
-            if not self._ready:
-                return []
-            return [self._ready.pop(index) for index in list(subgroups) if index in self._ready]
+            taken = [self._ready.pop(index) for index in list(subgroups) if index in self._ready]
+            for layout in taken:
+                del self._ascending[bisect_left(self._ascending, layout.subgroup.index)]
+            return taken
 
     def is_ready(self) -> bool:
         """Return whether a sub-group is ready."""
@@ -329,12 +330,12 @@ class UpdatePipeline:
         """Begin to read ready sub-groups: first those that were prefetched, then others while buffers are free."""
         job.count_skipped()
         if self._reads:
-            for prefetched in map(self._prefetcher.take, job.take_among(self._prefetcher.subgroups)):
+            for prefetched in map(self._prefetcher.take, job.take(self._prefetcher.subgroups)):
                 self._append(job, prefetched)
         # with nothing to read, begin only one: a sub-group that is needed sooner may become ready during its update
         while (self._reads or not job.opened) and (layout := job.choose()) is not None:
             if (work := self._open_nowait(layout, job.param_kind)) is not None:
-                job.take(layout)
+                job.take([layout.subgroup.index])
                 self._prefetcher.note_begun(work)
                 self._append(job, work)
             elif job.opened or not self._prefetcher.evict_last():
