@@ -6,7 +6,7 @@ of that store which holds the optimizer state. A tag in a save directory only po
 later. A commit of step N, after one of an earlier step M:
 
     1  updates stop; they have written only slots that manifest M does not name
-    2  sync the data files, write and sync `manifest.next`; at the same time, write and sync the next manifest of the tag
+    2  sync the data files, write and sync `manifest.next`; at the same time, write and sync the tag's next manifest
     3  rename `manifest.next` to `manifest`, sync the swap directory
     4  updates may write the slots that manifest N does not name
     5  rename the tag's manifest, then `latest`, and sync both directories

@@ -31,7 +31,8 @@ class Dtype(enum.IntEnum):
     FLOAT16 = 2
     REMAINDER = 3
     """The low half of a master, only for Adam: an int16 added to the bfloat16 `out`, the high half. The sign bit of the
-    second moment tells apart the two masters, half a step above and below `out`, that both round to it: see rules/state_layout.py."""
+    second moment tells apart two masters, half a step above `out` and half a step below, which have the same
+    remainder: see rules/state_layout.py."""
 
 
 class Rule(enum.IntEnum):

@@ -230,8 +230,8 @@ def _sum(loads: Iterable[Seconds]) -> dict[str, float]:
 
 
 class _Rates:
-    """Turns bytes into seconds, with a machine's rates. `only`: count the time of this one tier, and of compute; "": of all
-    tiers."""
+    """Turns bytes into seconds, with a machine's rates. `only`: count the time of compute and of
+    this one tier; "": of compute and all tiers."""
 
     def __init__(self, plan: Plan, machine: Machine, only: str = "") -> None:
         self.shares_cores = plan.request.shares_cores
@@ -281,7 +281,7 @@ class _Rates:
         if self.shares_cores:
             lanes = {"compute": sum(lanes.values())}
         read, write = load.get("disk read", 0.0), load.get("disk write", 0.0)
-        opposed_s = 2 * min(read, write) / self._both  # while the disk reads and writes at once; it does the rest at the full rate
+        opposed_s = 2 * min(read, write) / self._both  # reads and writes at once, as long as there are both
         return {**lanes, "disk": max(read, write, opposed_s + abs(read - write))}
 
     def phase_s(self, units: Sequence[_Stages]) -> float:
