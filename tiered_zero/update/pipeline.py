@@ -172,6 +172,8 @@ class UpdateJob:
     def take(self, subgroups: Collection[int]) -> list[StateLayout]:
         """Remove and return the ready ones of `subgroups` (indices), in the order of `subgroups`."""
         with self._changed:
+            if not self._ready:
+                return []
             taken = [self._ready.pop(index) for index in list(subgroups) if index in self._ready]
             for layout in taken:
                 del self._ascending[bisect_left(self._ascending, layout.subgroup.index)]
