@@ -425,9 +425,13 @@ def collect_garbage(
 
 
 def _collect(run: RunInfo, dry_run: bool, committed: bool, unknown: bool) -> Collected:
-    """Remove one run's directory, unless `_refusal` keeps it, and return what was done. Raises OSError, StoreError."""
-    if (refusal := _refusal(run, committed, unknown)) is not None:
-        return Collected(run=run, removed=False, reason=refusal)
+    """Remove one run's directory, unless it must be kept, and return what was done. Only a run with a commit can be
+    taken over by another process, and this removes one only with `committed`. Raises OSError, StoreError."""
+    if not run.own or run.state == "alive" or (run.state == "unknown" and not unknown):
+        return Collected(run=run, removed=False, reason=run.reason)
+    if run.resumable and not committed:
+        reason = "may be resumed from its committed state (--committed removes it)"
+        return Collected(run=run, removed=False, reason=reason)
     why = run.reason if run.step is None else f"{run.reason}; its commit of step {run.step} is removed with it"
     parent, name = run.path.parent.resolve(), run.path.name
     with open_directory(parent) as parent_fd, open_directory(name, parent_fd) as fd:
@@ -437,11 +441,17 @@ def _collect(run: RunInfo, dry_run: bool, committed: bool, unknown: bool) -> Col
             return Collected(run=run, removed=False, reason=reason)
         if dry_run:
             return Collected(run=run, removed=True, reason=why)
-        lock = _take_lock(fd, unknown)
+        lock = CLOSED
         try:
-            again = _inspect(run.path, name, parent_fd, locked=False)
-            if (refusal := _refusal(again, committed, unknown)) is not None:
-                return Collected(run=run, removed=False, reason=refusal)
+            lock = lock_file(OWNER_NAME, fd)  # so that no other process takes the run over
+        except FileNotFoundError:
+            pass
+        except BlockingIOError:
+            return Collected(run=run, removed=False, reason="another process took it over")
+        except (OSError, StoreError):
+            if not unknown:
+                raise
+        try:
             remove_files(fd, last=OWNER_NAME)
         finally:
             lock.close()  # before rmdir: NFS keeps an open file in its directory under another name
@@ -449,34 +459,9 @@ def _collect(run: RunInfo, dry_run: bool, committed: bool, unknown: bool) -> Col
     return Collected(run=run, removed=True, reason=why)
 
 
-def _take_lock(dir_fd: int, unknown: bool) -> Descriptor:
-    """Lock a run's `owner.json`, so that no other process takes the run over, and return the lock. Return `CLOSED` if
-    there is no such file. Raises StoreError if another process holds the lock. `unknown`: what to do if the file cannot
-    be opened or locked for another reason: True returns `CLOSED`, False raises OSError or StoreError."""
-    try:
-        return lock_file(OWNER_NAME, dir_fd)
-    except FileNotFoundError:
-        return CLOSED
-    except BlockingIOError:
-        raise StoreError("another process took it over") from None
-    except (OSError, StoreError):
-        if unknown:
-            return CLOSED
-        raise
-
-
-def _refusal(run: RunInfo, committed: bool, unknown: bool) -> str | None:
-    """Return why a run must be kept; None if it may be removed. `committed`, `unknown`: as for `collect_garbage`."""
-    if not run.own or run.state == "alive" or (run.state == "unknown" and not unknown):
-        return run.reason
-    if run.resumable and not committed:
-        return "may be resumed from its committed state (--committed removes it)"
-    return None
-
-
-def _inspect(path: Path, name: str, parent_fd: int, locked: bool | None = None) -> RunInfo:
-    """Return what is known of the run in the directory `name` of the open directory `parent_fd`. `locked`: whether
-    another process holds its lock; None: find out. Raises FileNotFoundError if it is gone."""
+def _inspect(path: Path, name: str, parent_fd: int) -> RunInfo:
+    """Return what is known of the run in the directory `name` of the open directory `parent_fd`. Raises
+    FileNotFoundError if it is gone."""
     status = os.stat(name, dir_fd=parent_fd, follow_symlinks=False)
     run = RunInfo(
         run_id=name.removeprefix(PREFIX),
@@ -492,14 +477,14 @@ def _inspect(path: Path, name: str, parent_fd: int, locked: bool | None = None) 
         return run
     try:
         with open_directory(name, parent_fd) as fd:
-            return _inspect_open(replace(run, nbytes=disk_nbytes(fd), own=True), fd, locked)
+            return _inspect_open(replace(run, nbytes=disk_nbytes(fd), own=True), fd)
     except (OSError, StoreError) as error:
         return replace(run, reason=f"cannot be read: {error_text(error)}")
 
 
-def _inspect_open(run: RunInfo, fd: int, locked: bool | None) -> RunInfo:
-    """Return a copy of `run` with what its open directory `fd` says: owner, state, last commit. `locked`: whether
-    another process holds the run's lock; None: find out. Raises OSError, StoreError."""
+def _inspect_open(run: RunInfo, fd: int) -> RunInfo:
+    """Return a copy of `run` with what its open directory `fd` says: owner, state, last commit. Raises OSError,
+    StoreError."""
     owner, unreadable = None, "there is none"
     try:
         owner = read_owner_at(fd)
@@ -510,7 +495,7 @@ def _inspect_open(run: RunInfo, fd: int, locked: bool | None) -> RunInfo:
     if owner is not None:
         age_s = max(0.0, time.time() - owner.created_s)
         run = replace(run, age_s=age_s, **owner.model_dump(include={"pid", "host", "model", "note", "paths"}))
-    state, reason = _liveness(run, fd, owner, locked, unreadable)
+    state, reason = _liveness(run, fd, owner, unreadable)
     step, resumable = _committed_state(run, fd)
     return replace(run, state=state, reason=reason, step=step, resumable=resumable)
 
@@ -526,11 +511,11 @@ def _committed_state(run: RunInfo, fd: int) -> tuple[int | None, bool]:
     return committed.step if committed else None, has_gone or (committed or prepared) is not None
 
 
-def _liveness(run: RunInfo, fd: int, owner: Owner | None, locked: bool | None, unreadable: str) -> tuple[str, str]:
+def _liveness(run: RunInfo, fd: int, owner: Owner | None, unreadable: str) -> tuple[str, str]:
     """Return `RunInfo.state` and `RunInfo.reason` of a run. `owner`: None if the owner file cannot be read, for the
-    reason `unreadable`. `locked`: whether another process holds the run's lock; None: find out."""
+    reason `unreadable`."""
     try:
-        if is_locked(OWNER_NAME, fd) if locked is None else locked:
+        if is_locked(OWNER_NAME, fd):
             return "alive", f"process {owner.pid} on {owner.host} holds its lock" if owner else "its lock is held"
     except (OSError, StoreError) as error:
         return "unknown", f"its lock cannot be looked at: {error_text(error)}"

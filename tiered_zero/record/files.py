@@ -158,11 +158,11 @@ def write_and_sync(fd: int, parts: Iterable[bytes | memoryview]) -> None:
     os.fsync(fd)
 
 
-def write_new_file(path: str | Path, parts: Iterable[bytes | memoryview], dir_fd: int | None = None) -> None:
-    """Write a new file (mode 0600), below the open directory `dir_fd` if given, and fsync it. The file's name is
-    durable only after `sync_directory`. Raises OSError."""
+def write_new_file(path: Path, parts: Iterable[bytes | memoryview]) -> None:
+    """Write a new file (mode 0600), and fsync it. The file's name is durable only after `sync_directory`. Raises
+    OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with opened(path, flags, 0o600, dir_fd=dir_fd) as fd:
+    with opened(path, flags, 0o600) as fd:
         write_and_sync(fd, parts)
 
 

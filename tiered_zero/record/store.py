@@ -7,7 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -442,15 +442,13 @@ class SwapStore:
             f"The manifest of step {step} cannot be written to {self._directory.paths[0]}: {error}. "
             "What was committed before is untouched"
         )
-        try:
-            if error.errno not in _TRANSIENT:
-                raise error
-            discard_file(self._manifest)  # durably, because its extents will be written again
-        except OSError as failure:
-            self._latch.set(failure)
-            return StoreError(f"{text}; resume from {self._resume_text()}.")
-        self._restore()
-        return StoreError(f"{text}; free some space (or file descriptors) and commit again.")
+        if error.errno in _TRANSIENT:
+            with suppress(OSError):
+                discard_file(self._manifest)  # durably, because its extents will be written again
+                self._restore()
+                return StoreError(f"{text}; free some space (or file descriptors) and commit again.")
+        self._latch.set(error)
+        return StoreError(f"{text}; resume from {self._resume_text()}.")
 
     def _corruption(self, record: Record, spans: Sequence[Span], item: Range, found: int) -> CorruptionError:
         span = next(span for span in spans if span.start <= item.start < span.end)
