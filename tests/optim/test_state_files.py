@@ -101,7 +101,7 @@ def test_what_is_not_of_one_save_is_refused(
     assert len(files) == 3
     optimizer.load_state(tmp_path)
     files[1].rename(tmp_path / "aside")
-    assert "Copy all of them" in refused(tmp_path, optimizer)
+    assert "Copy the files of one save" in refused(tmp_path, optimizer)
     files[0].rename(files[1])
     refused(tmp_path, optimizer)
 

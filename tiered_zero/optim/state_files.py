@@ -5,7 +5,7 @@ The last tensor is an index with the checksums of the others: if bytes have chan
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -54,12 +54,20 @@ def write_state(
     others: list[Any] = []
     texts: dict[str, str] = {}
     found: list[WeightTensor] = []
+
+    def read(param: nn.Parameter, key: str, name: str) -> list[Tensor]:
+        value: Tensor = states[param][key]
+        texts[name] = _text(value, _digest(value))
+        return [value]
+
     for number, param in enumerate(param for group in groups for param in group["params"]):
         state = states[param]
         tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
         others.append(to_json({key: state[key] for key in state if key not in tensors}, f"state {number}"))
         for key, tensor in tensors.items():
-            found.append(_hashed(f"{number}/{key}", tensor, partial(_read, states, param, key), texts))
+            name, shape = f"{number}/{key}", tuple(tensor.shape)
+            texts[name] = _text(tensor, 0)
+            found.append(WeightTensor(name=name, dtype=tensor.dtype, shape=shape, read=partial(read, param, key, name)))
 
     def read_index() -> list[Tensor]:
         index = _Index(groups=options, sizes=sizes, state=others, tensors=texts)
@@ -68,24 +76,6 @@ def write_state(
     shape = tuple(read_index()[0].shape)  # the final shape: every checksum has 16 digits
     found.append(WeightTensor(name=_INDEX, dtype=torch.uint8, shape=shape, read=read_index))  # written last
     return write_weights(directory, found, file_name=f"{_STEM}.safetensors")
-
-
-def _read(states: Mapping[nn.Parameter, ParamState], param: nn.Parameter, key: str) -> Tensor:
-    tensor: Tensor = states[param][key]
-    return tensor
-
-
-def _hashed(name: str, tensor: Tensor, read: Callable[[], Tensor], texts: dict[str, str]) -> WeightTensor:
-    """Return a WeightTensor that adds its `_text` to `texts` when it is written. `tensor`: gives dtype and shape.
-    `read`: returns the values."""
-
-    def read_and_hash() -> list[Tensor]:
-        value = read()
-        texts[name] = _text(value, _digest(value))
-        return [value]
-
-    texts[name] = _text(tensor, 0)
-    return WeightTensor(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), read=read_and_hash)
 
 
 def _text(tensor: Tensor, checksum: int) -> str:
@@ -121,15 +111,12 @@ class StateFiles(Mapping[nn.Parameter, ParamState]):
     def _load_index(self, directory: Path, groups: Sequence[Mapping[str, Any]]) -> None:
         """Read the index of the files. Raises StoreError, or any other exception for files that `write_state` has not
         written."""
-        for path in sorted(weight_files(directory, _STEM)):
+        names: list[str] = []
+        paths = sorted(weight_files(directory, _STEM))
+        for path in paths:
             file = self._open.enter_context(open_safetensors(path))
-            for name in file.keys():  # noqa: SIM118
-                if name in self._files:
-                    raise StoreError(
-                        f"{directory} was expected to hold the files of one optimizer.save_state(); {path.name} and "
-                        f"{self._files[name][0].name} both have {name!a}. Remove the file of the other save."
-                    )
-                self._files[name] = path, file
+            names += file.keys()
+            self._files.update(dict.fromkeys(file.keys(), (path, file)))
         if _INDEX not in self._files:
             raise StoreError(
                 f"{directory} was expected to hold the files of optimizer.save_state(); no file there has an index. "
@@ -147,11 +134,11 @@ class StateFiles(Mapping[nn.Parameter, ParamState]):
                 f"found {index.sizes}. Build the optimizer over the same parameters in the same groups."
             )
         self._texts = index.tensors
-        if self._texts.keys() != self._files.keys() - {_INDEX}:
-            different = len(self._texts.keys() ^ (self._files.keys() - {_INDEX}))
+        if sorted(names) != sorted([_INDEX, *self._texts]):
             raise StoreError(
-                f"{directory} was expected to hold all files of one optimizer.save_state(), and no others; {different} "
-                f"tensors are only in {path.name}'s index, or only in the files. Copy all of them to one directory."
+                f"{directory} was expected to hold all files of one optimizer.save_state(), and no others; the index "
+                f"in {path.name} names {len(self._texts)} tensors, and the files {paths[0].name} to {paths[-1].name} "
+                f"have {len(names) - 1}. Copy the files of one save to a directory of their own."
             )
         self._names: dict[str, list[str]] = defaultdict(list)
         """The number of a parameter -> the names of its values that are tensors."""
