@@ -112,7 +112,7 @@ def convert(universal: Path, out: Path, rule: str, schedule: str | None) -> Path
     model, optimizer = ranks[0], read(universal / "zero" / "optimizer_state.pt")
     steps, entries = model["global_steps"], dict[str, TensorEntry]()
     version = f"DeepSpeed {model['ds_version']}"
-    with TagWriter.begin(out, f"global_step{steps}") as tag:
+    with TagWriter.begin(out, f"global_step{steps}") as tag, tag.writing():
         for key, value in tensors(universal, ranks):
             memory = mmap.mmap(-1, align_up(max(value.nbytes, 1), PAGE_NBYTES))
             memory[: value.nbytes] = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

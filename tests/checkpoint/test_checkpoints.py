@@ -18,10 +18,10 @@ from tests.support.inspection import differences, everything, held_nbytes, ledge
 from tests.support.inspection.insides import LOCK_NAME, RecordWriter
 from tests.support.models import ParityGPT, batch
 from tests.support.pairwise import by_turns
-from tests.support.tags import unfinished
+from tests.support.tags import read_manifest, unfinished
 from tests.support.trainers import tiered
 from tiered_zero.checkpoint import save
-from tiered_zero.checkpoint.tag import list_tags, read_manifest
+from tiered_zero.checkpoint.tag import list_tags
 from tiered_zero.errors import CorruptionError, EngineFailedError, ModelError, StoreError, TransferError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

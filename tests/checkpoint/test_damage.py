@@ -14,10 +14,21 @@ import torch
 
 from tests.fakes.sync_io import SyncEngine
 from tests.support.json_files import with_body
-from tests.support.tags import Tensors, data_file, equal_bits, fields, load_tag, save_tag, tag_to_load, write_share
+from tests.support.tags import (
+    Tensors,
+    data_file,
+    equal_bits,
+    fields,
+    load_tag,
+    moved_by,
+    open_tag,
+    save_tag,
+    tag_to_load,
+    write_share,
+)
 from tiered_zero.checkpoint.index import MANIFEST_NAME, Part, Share, Source, describe
 from tiered_zero.checkpoint.load import Target
-from tiered_zero.checkpoint.tag import find_checkpoint, find_damage, list_tags, open_tag
+from tiered_zero.checkpoint.tag import find_checkpoint, find_damage, list_tags
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.errors import CorruptionError, StoreError
 from tiered_zero.sizes import MIB, PAGE_NBYTES
@@ -101,8 +112,8 @@ def test_no_cut_file_passes(tag: Path, data: Path, name: str) -> None:
 
 def test_exchanged_files_are_noticed(tmp_path: Path) -> None:
     tensors = {f"t{index}": torch.full((MIB // 4,), float(index)) for index in range(2)}
-    with TagWriter.begin(tmp_path, "a", engine=SyncEngine()) as first:
-        with TagWriter.join(tmp_path, "a", first.save_id, rank=1, engine=SyncEngine()) as second:
+    with TagWriter.begin(tmp_path, "a") as first:
+        with TagWriter.join(tmp_path, "a", first.save_id, rank=1) as second:
             shares = [write_share(first, {"t0": tensors["t0"]}), write_share(second, {"t1": tensors["t1"]})]
             second.writer.wait_durable()
         first.publish(fields(1), shares)
@@ -173,7 +184,8 @@ def test_a_tag_may_be_copied_and_renamed(tag: Path) -> None:
 def test_bytes_that_change_while_they_are_written_are_noticed_when_read(tmp_path: Path) -> None:
     """The checksum and the file may then be of different bytes: a caller that does not keep memory as it is."""
     memory = map_memory(MIB)
-    with TagWriter.begin(tmp_path, "a", engine=(engine := SyncEngine(held=[]))) as writer:
+    engine = SyncEngine(held=[])
+    with moved_by(engine), TagWriter.begin(tmp_path, "a") as writer:
         appended = writer.writer.append("x", memoryview(memory))
         while not appended._parts[1].done():  # type: ignore[attr-defined]
             pass

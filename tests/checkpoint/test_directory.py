@@ -22,7 +22,10 @@ from tests.support.tags import (
     equal_bits,
     fields,
     load_tag,
+    moved_by,
     newest_complete,
+    open_tag,
+    read_manifest,
     save_tag,
     tag_to_load,
     unfinished,
@@ -37,10 +40,8 @@ from tiered_zero.checkpoint.tag import (
     list_tags,
     look_at,
     nothing_to_load,
-    open_tag,
     prune,
     read_latest,
-    read_manifest,
 )
 from tiered_zero.checkpoint.tag_writer import LOCK_NAME, SaveDirectory, TagWriter
 from tiered_zero.errors import StoreError, TransferError
@@ -84,7 +85,7 @@ def test_a_tag_is_replaced_as_a_whole(tmp_path: Path) -> None:
 
 def test_a_tag_can_be_loaded_while_it_is_replaced(tmp_path: Path) -> None:
     save(tmp_path, "best", 1)
-    with TagWriter.begin(tmp_path, "best", engine=SyncEngine()) as writer:
+    with TagWriter.begin(tmp_path, "best") as writer:
         share = write_share(writer, {**TENSORS, "step": torch.tensor(2)})
         assert [(info.tag, info.step, info.complete) for info in list_tags(tmp_path)] == [("best", 1, True)]
         assert step_of(tmp_path / "best") == 1
@@ -130,10 +131,11 @@ def test_without_a_whole_latest_the_newest_whole_one_is_taken_and_what_was_skipp
     info, skipped = tag_to_load(tmp_path), find_checkpoint(tmp_path).lines
     assert info.tag == "s1"
     assert [line.split(":")[0] for line in skipped] == [
-        f"Skipped s3, which {tmp_path / LATEST_NAME} names",  # not said twice
+        f"Skipped what {tmp_path / LATEST_NAME} names",  # not said twice
         "Skipped s2",
     ]
-    assert "is missing" in skipped[0] and "has 100 bytes; expected" in skipped[1]
+    assert f"{tmp_path / 's3'} cannot be loaded" in skipped[0] and "is missing" in skipped[0]
+    assert "has 100 bytes; expected" in skipped[1]
     (tmp_path / LATEST_NAME).unlink()
     assert find_checkpoint(tmp_path).lines[0] == f"{tmp_path} has no file latest."
     (tmp_path / "s1" / MANIFEST_NAME).write_bytes(b"{}")
@@ -175,9 +177,9 @@ def test_what_fails_before_the_rename_leaves_the_last_tag_and_nothing_else(tmp_p
     with pytest.raises(StoreError, match="could not be written") as caught:
         save_tag(tmp_path, "a", TENSORS, 2, SyncEngine(before=fail))
     assert str(tmp_path) in str(caught.value) and "untouched" in str(caught.value)
-    with pytest.raises(RuntimeError, match="mine"), TagWriter.begin(tmp_path, "b", engine=SyncEngine()):
+    with pytest.raises(RuntimeError, match="mine"), TagWriter.begin(tmp_path, "b"):
         raise RuntimeError("mine")
-    with TagWriter.begin(tmp_path, "b", engine=SyncEngine()) as writer, pytest.raises(StoreError, match="must be JSON"):
+    with TagWriter.begin(tmp_path, "b") as writer, pytest.raises(StoreError, match="must be JSON"):
         writer.publish(fields(1, driver={"x": object()}), [])
     assert names(tmp_path) == ["a", LATEST_NAME] and step_of(tmp_path / "a") == 1
     save(tmp_path, "a", 3)
@@ -254,11 +256,12 @@ def test_the_next_writer_ends_a_replacement_that_was_cut_short(
     save(tmp_path, "a", 1)
     first = data_file(tmp_path / "a")
     old = first.read_bytes()
-    writer = TagWriter.begin(tmp_path, "a", engine=SyncEngine())
+    writer = TagWriter.begin(tmp_path, "a")
     share = write_share(writer, {**TENSORS, "step": torch.tensor(2)})
     journal = (tmp_path / LOCK_NAME).read_bytes()
     if is_published:
         writer.publish(fields(2), [share])
+        writer.discard()
         first.write_bytes(old)  # as of a writer that died before it removed the file
         (tmp_path / LOCK_NAME).write_bytes(journal)
     else:
@@ -288,7 +291,7 @@ def test_a_replaced_tag_of_an_older_version_leaves_no_data(tmp_path: Path) -> No
     old = new.rename(new.with_name("data-00000.bin"))
     with pytest.raises(StoreError, match="is missing"):
         read_manifest(tmp_path / "a")
-    writer = TagWriter.begin(tmp_path, "a", engine=SyncEngine())
+    writer = TagWriter.begin(tmp_path, "a")
     writer.discard()
     assert old.exists(), "a save that is not published leaves the tag as it is"
     save(tmp_path, "a", 2)
@@ -556,8 +559,8 @@ def test_a_full_disk_in_the_middle_is_named_with_sizes(tmp_path: Path, monkeypat
     monkeypatch.setattr(tag_writer, "_check_space", lambda path, needed_nbytes: None)
 
     message = r"The disk is full: checkpoint b .* free there\. It needs 11\.7 KiB"
-    writer = TagWriter.begin(tmp_path, "b", engine=FullEngine(), needed_nbytes=12_000)
-    with pytest.raises(StoreError, match=message) as caught, writer:
+    writer = TagWriter.begin(tmp_path, "b", needed_nbytes=12_000)
+    with moved_by(FullEngine()), pytest.raises(StoreError, match=message) as caught, writer, writer.writing():
         writer.publish(fields(2), [write_share(writer, TENSORS)])
     assert str(tmp_path) in str(caught.value)
     assert names(tmp_path) == ["a", LATEST_NAME] and equal_bits(
@@ -571,7 +574,7 @@ def test_a_save_that_cannot_be_made_durable_leaves_the_replaced_one(
 ) -> None:
     save(tmp_path, "a", 1)
     old = data_file(tmp_path / "a")
-    with TagWriter.begin(tmp_path, "a", engine=SyncEngine()) as writer, monkeypatch.context() as patched:
+    with TagWriter.begin(tmp_path, "a") as writer, monkeypatch.context() as patched:
         real = os.fsync
 
         def sync(fd: int) -> None:

@@ -9,10 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.tags import fields, write_share, written_by
+from tests.support.tags import fields, open_tag, write_share, written_by
 from tests.support.trainers import same_bits
 from tiered_zero.checkpoint import weights as weights_module
-from tiered_zero.checkpoint.tag import open_tag
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.checkpoint.weights import list_weights, write_weights
 from tiered_zero.errors import CorruptionError, StoreError

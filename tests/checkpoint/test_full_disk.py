@@ -33,7 +33,11 @@ def test_the_disk_fills_in_mid_save(swap_path: Path, kind: str) -> None:
         with pytest.raises(StoreError, match=r"The checkpoint needs .* are free\. Free space there"):
             TagWriter.begin(disk, "second", needed_nbytes=60 * MIB)
         writer = TagWriter.begin(disk, "second")  # which takes more than it had announced
-        with pytest.raises(StoreError, match=r"The disk is full: checkpoint second .* untouched") as caught, writer:
+        with (
+            pytest.raises(StoreError, match=r"The disk is full: checkpoint second .* untouched") as caught,
+            writer,
+            writer.writing(),
+        ):
             for number in range(16):
                 write_padding(writer, f"x{number}", tensors["x"].nbytes)
             writer.publish(fields(2), [write_share(writer, tensors)])

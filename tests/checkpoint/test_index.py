@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.fakes.sync_io import SyncEngine
 from tests.support.inspection.insides import Contents, Range, Record, RecordFiles, RecordReader
 from tests.support.json_files import with_body
 from tests.support.tags import written_by
@@ -185,7 +184,7 @@ def test_what_no_checkpoint_has_is_refused(name: str) -> None:
 )
 def test_parts_outside_of_their_records_are_refused(source: Source) -> None:
     files = [RecordFiles(paths=[PATH], contents=contents) for contents in WHOLE.stores]
-    extents = RecordReader(files, SyncEngine()).extents
+    extents = RecordReader(files).extents
     check_places(WHOLE.tensors, extents)
     layer = WHOLE.tensors[LAYER]
     moved = layer.parts[1]._replace(sources=(source,))

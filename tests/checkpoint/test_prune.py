@@ -39,7 +39,7 @@ class Committer:
         """`tag`: "" for a run that is killed before the tag is written."""
         name = f"s{step}" if tag is None else tag
         swap = StoreLocation(run_id=self.swap.run_id, paths=[str(path) for path in self.swap.paths])
-        with TagWriter.begin(self.save_dir, name or "killed", engine=SyncEngine()) as writer:
+        with TagWriter.begin(self.save_dir, name or "killed") as writer:
             self.store.commit(step, commit_metadata(step, writer.save_id, swap))
             if name:
                 writer.prepare(fields(step, swap=swap), save_latest=save_latest)

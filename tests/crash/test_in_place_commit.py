@@ -37,7 +37,7 @@ from tests.support.inspection.insides import (
     tag_writer,
 )
 from tests.support.inspection.insides import tag as tag_module
-from tests.support.tags import raw_bytes, read_all
+from tests.support.tags import moved_by, raw_bytes, read_all
 from tiered_zero import system
 from tiered_zero.errors import StoreError
 
@@ -148,7 +148,7 @@ def record(root: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
             saves.renamed.append(next(at for at in own if log[at] == names))
             synced = ("sync_directory", str(swap))
             saves.committed.append(next(at for at in own if at > saves.renamed[-1] and log[at] == synced) + 1)
-            with open_commit(swap, engine=SyncEngine()) as state:
+            with moved_by(SyncEngine()), open_commit(swap) as state:
                 saves.digests.append(digest(state))
             saves.weights.append(weights_of(run))
     monkeypatch.undo()
@@ -211,12 +211,12 @@ def check_every_crash(saves: Saves, root: Path, settings: dict[str, Any], resume
             for path, owner in owners.items():
                 path.write_bytes(owner)
             try:
-                commit = open_commit(swap, engine=SyncEngine())
+                commit = open_commit(swap)
             except StoreError as error:
                 assert not certain, f"{where}: the commit of step {certain[-1]} is lost: {error}"
                 assert not returned
                 continue
-            with commit:
+            with moved_by(SyncEngine()), commit:
                 step = commit.manifest.step
                 assert step in allowed, f"{where}: step {step}, expected one of {allowed}"
                 assert digest(commit) == saves.digests[step - 1], where

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from tests.fakes.sync_io import SyncEngine
-from tests.support.tags import in_pages
+from tests.support.tags import in_pages, moved_by
 from tiered_zero.concurrency.transfer import wait_all
 from tiered_zero.errors import CorruptionError, InternalError, StoreError, TransferError
 from tiered_zero.record.data_files import BUFFER_NBYTES, NUM_BUFFERS, RecordFiles, RecordReader, RecordWriter, Wanted
@@ -19,9 +19,9 @@ from tiered_zero.sizes import MIB, PAGE_NBYTES
 SIZES = {"small": 5 * PAGE_NBYTES, "large": 30 * MIB + PAGE_NBYTES, "odd": 3 * MIB - PAGE_NBYTES, "last": PAGE_NBYTES}
 
 
-def write(path: Path, records: dict[str, list[bytes]], engine: SyncEngine | None = None) -> Contents:
+def write(path: Path, records: dict[str, list[bytes]]) -> Contents:
     """Each record in one or more parts."""
-    writer = RecordWriter(path, engine or SyncEngine())
+    writer = RecordWriter(path)
     transfers = [writer.append(name, in_pages(part)) for name, parts in records.items() for part in parts]
     wait_all(transfers)
     contents = writer.finish()
@@ -65,7 +65,7 @@ def test_what_is_appended_is_described(saved: tuple[RecordFiles, dict[str, bytes
 def test_any_ranges_come_back_in_any_order(saved: tuple[RecordFiles, dict[str, bytes]], seed: int) -> None:
     """Several readings at a time, some of which share windows, and windows that were read before."""
     random = Random(seed)
-    reader = RecordReader([saved[0]], SyncEngine())
+    reader = RecordReader([saved[0]])
     readings = []
     for _ in range(12):
         own = []
@@ -87,9 +87,10 @@ def test_any_ranges_come_back_in_any_order(saved: tuple[RecordFiles, dict[str, b
 
 def test_a_whole_record_is_read_once_in_order_and_ahead(saved: tuple[RecordFiles, dict[str, bytes]]) -> None:
     engine = SyncEngine()
-    reader = RecordReader([saved[0]], engine)
+    reader = RecordReader([saved[0]])
     into = Into("large", 0, SIZES["large"])
-    reading = reader.submit([into.wanted])
+    with moved_by(engine):
+        reading = reader.submit([into.wanted])
     reads = [operation[2:] for operation in engine.operations if operation[0] == "read"]
     assert len(reads) == NUM_BUFFERS, "as many as there are buffers, before anything is waited for"
     reader.wait(reading)
@@ -110,13 +111,13 @@ def test_a_changed_byte_is_not_handed_out(tmp_path: Path) -> None:
     with open(tmp_path / "data.bin", "r+b") as file:
         file.seek(MIB + 7)
         file.write(bytes([data[MIB + 7] ^ 1]))
-    reader = RecordReader([RecordFiles(paths=[tmp_path / "data.bin"], contents=contents)], SyncEngine())
+    reader = RecordReader([RecordFiles(paths=[tmp_path / "data.bin"], contents=contents)])
     into = Into("a", 0, 2 * MIB)
     with pytest.raises(CorruptionError, match=rf"a: {MIB} bytes at offset {MIB} of .*data.bin are not those"):
         reader.wait(reader.submit([into.wanted]))
     assert into.num_taken == 0
     (broken,) = reader.damage()
-    assert (broken.record, broken.offset, broken.nbytes) == ("a", MIB, MIB)
+    assert broken.startswith(f"a: {MIB} bytes at offset {MIB} of ")
     reader.close()
 
 
@@ -124,7 +125,7 @@ def test_what_was_never_written_is_not_read(tmp_path: Path) -> None:
     contents = write(tmp_path / "data.bin", {"a": [os.urandom(MIB)]})
     record = Record(name="a", nbytes=2 * MIB, committed=True, offsets=(0,))
     halves = Contents(capacity_nbytes=2 * MIB, weights=(1.0,), records=(record,), ranges=contents.ranges)
-    reader = RecordReader([RecordFiles(paths=[tmp_path / "data.bin"], contents=halves)], SyncEngine())
+    reader = RecordReader([RecordFiles(paths=[tmp_path / "data.bin"], contents=halves)])
     with pytest.raises(StoreError, match="does not have the bytes"):
         reader.submit([Into("a", MIB - 1, MIB + 1).wanted])
     assert reader.extents == {(0, "a"): 2 * MIB}
@@ -143,8 +144,9 @@ def test_a_failed_write_is_raised_and_nothing_is_in_use(tmp_path: Path) -> None:
         if kind == "write" and number == 2:
             raise OSError(5, "Input/output error")
 
-    writer = RecordWriter(tmp_path / "data.bin", SyncEngine(before=fail))
-    writer.append("a", in_pages(bytes(PAGE_NBYTES))).wait()
+    writer = RecordWriter(tmp_path / "data.bin")
+    with moved_by(SyncEngine(before=fail)):
+        writer.append("a", in_pages(bytes(PAGE_NBYTES))).wait()
     with pytest.raises(TransferError):
         writer.append("b", in_pages(bytes(PAGE_NBYTES))).wait()
     with pytest.raises(TransferError):
@@ -154,7 +156,7 @@ def test_a_failed_write_is_raised_and_nothing_is_in_use(tmp_path: Path) -> None:
 
 
 def test_only_whole_pages_of_the_last_record_are_appended(tmp_path: Path) -> None:
-    writer = RecordWriter(tmp_path / "data.bin", SyncEngine())
+    writer = RecordWriter(tmp_path / "data.bin")
     memory = in_pages(bytes(2 * PAGE_NBYTES))
     for wrong in (memory[:100], memory[:0], memory[8 : PAGE_NBYTES + 8]):
         with pytest.raises(InternalError, match="whole pages"):

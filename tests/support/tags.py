@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -23,17 +25,30 @@ from tests.support.inspection.insides import (
     TensorEntry,
     TensorReader,
     WrittenBy,
+    data_files,
     describe,
     find_checkpoint,
     list_tags,
     look_at,
     open_commit,
-    open_tag,
+    open_reader,
 )
 from tiered_zero.io.engine import IOEngine
+from tiered_zero.io.select import Selection, select_engine, select_reader
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 
 Tensors = Mapping[str, torch.Tensor]
+
+
+@contextmanager
+def moved_by(engine: IOEngine | None) -> Iterator[None]:
+    """The data of tags and commits is written and read by `engine` (None: by the engine that is chosen)."""
+    selection = None if engine is None else Selection(engine=engine, reasons=())
+    with (
+        mock.patch.object(data_files, "select_engine", lambda *own, **more: selection or select_engine(*own, **more)),
+        mock.patch.object(data_files, "select_reader", lambda *own, **more: engine or select_reader(*own, **more)),
+    ):
+        yield
 
 
 def written_by(**changes: Any) -> WrittenBy:
@@ -88,7 +103,11 @@ def save_tag(
     save_dir: Path, tag: str, tensors: Tensors, step: int, engine: IOEngine | None = None, **changes: Any
 ) -> None:
     needed_nbytes = sum(align_up(tensor.nbytes, PAGE_NBYTES) for tensor in tensors.values())
-    with TagWriter.begin(save_dir, tag, engine=engine, needed_nbytes=needed_nbytes) as writer:
+    with (
+        moved_by(engine),
+        TagWriter.begin(save_dir, tag, needed_nbytes=needed_nbytes) as writer,
+        writer.writing(),
+    ):
         writer.publish(fields(step, **changes), [write_share(writer, tensors)])
 
 
@@ -117,9 +136,21 @@ def tag_to_load(save_dir: Path, tag: str | None = None) -> TagInfo:
     return look_at(find_checkpoint(save_dir, tag).path)[0]
 
 
+def read_manifest(tag_dir: Path) -> TagManifest:
+    """The manifest of a tag. Raises StoreError."""
+    manifest = find_checkpoint(tag_dir.parent, tag_dir.name).manifest
+    assert manifest is not None
+    return manifest
+
+
+def open_tag(tag_dir: Path) -> TensorReader:
+    """Raises StoreError."""
+    return open_reader(find_checkpoint(tag_dir.parent, tag_dir.name))
+
+
 def load_tag(tag_dir: Path, engine: IOEngine | None = None) -> dict[str, torch.Tensor]:
     """All tensors of a tag. Raises StoreError."""
-    with open_tag(tag_dir, engine) as reader:
+    with moved_by(engine), open_tag(tag_dir) as reader:
         return read_all(reader)
 
 

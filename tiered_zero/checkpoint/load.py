@@ -32,7 +32,7 @@ from tiered_zero.checkpoint.index import (
 from tiered_zero.errors import ConfigError, ModelError, StoreError
 from tiered_zero.layout.flat import ParamSpec, Unit
 from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL, ParamPiece
-from tiered_zero.record.data_files import Broken, RecordReader, Wanted
+from tiered_zero.record.data_files import RecordReader, Wanted
 from tiered_zero.record.files import MOST_INTEGER
 from tiered_zero.rules.quantized import dequantize, quantize
 from tiered_zero.rules.state_layout import StateLayout
@@ -324,8 +324,8 @@ class TensorReader:
         self.fill([Target(key, start, values)])
         return values
 
-    def damage(self) -> list[Broken]:
-        """Read every byte of the data files, and return the ranges that are damaged or cannot be read."""
+    def damage(self) -> list[str]:
+        """Read every byte of the data files. Return a text for each range that is damaged or cannot be read."""
         return self._records.damage()
 
     def _wanted(self, entry: TensorEntry, start: int, values: torch.Tensor) -> list[Wanted]:

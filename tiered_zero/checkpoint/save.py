@@ -179,7 +179,7 @@ def _begin_during_training(state: RunState, tag: TagWriter, capture: Capture, re
 
     def write() -> None:
         try:
-            with tag:
+            with tag, tag.writing():
                 share = capture.write(state, tag, ready, scalars, lambda subgroup: held[subgroup].complete())
                 capture.publish(tag, [share])
             end.complete()

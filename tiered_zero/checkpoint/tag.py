@@ -36,7 +36,6 @@ from tiered_zero.checkpoint.index import (
 from tiered_zero.checkpoint.load import TensorReader
 from tiered_zero.checkpoint.tag_writer import SaveDirectory, change_under_way
 from tiered_zero.errors import StoreError
-from tiered_zero.io.engine import IOEngine
 from tiered_zero.io.select import PROBE_PREFIX
 from tiered_zero.record.data_files import (
     DATA_NAME,
@@ -307,15 +306,6 @@ def _follow(info: TagInfo, manifest: TagManifest) -> TagInfo:
     return replace(info, complete=not reason, reason=reason)
 
 
-def read_manifest(tag_dir: str | os.PathLike[str]) -> TagManifest:
-    """Return the manifest of a tag, without reading the tag's data. Raises StoreError, with the reason, if the tag
-    cannot be loaded."""
-    info, manifest = look_at(Path(tag_dir))
-    if manifest is None or not info.complete:
-        raise StoreError(f"{info.path} cannot be loaded: {info.reason}.")
-    return manifest
-
-
 # -- a save directory --------------------------------------------------------------------------------------------------
 
 
@@ -416,60 +406,43 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -
     StoreError, with the tags that were skipped."""
     path = Path(os.path.abspath(directory))
     if tag is not None:
-        return _take_named(path, tag)
+        place = path / check_tag(tag)
+        if not os.path.lexists(place):
+            complete = [info.tag for info in list_tags(path) if info.complete]
+            newest = f" The newest there: {', '.join(reversed(complete[-4:]))}." if complete else ""
+            raise StoreError(f"There is no checkpoint {place}.{newest}")
+        return _take(place, follows=False)
     if (path / OWNER_NAME).exists():
         paths = read_owner(path).paths
         return FoundCheckpoint(path=path, swap=Path(paths[0]) if str(path) in paths else path)
     if (path / MANIFEST_NAME).exists():
-        info, manifest = look_at(path)
-        if (found := _take(info, manifest)) is None:
-            raise StoreError(f"{path} cannot be loaded: {info.reason}.")
-        return found
+        return _take(path)
     skipped: list[str] = []
     named: str | None = None
     try:
-        if (named := read_latest(path)) is None:
-            skipped.append(f"{path} has no file {LATEST_NAME}.")
-        else:
-            info, manifest = look_at(path / named)
-            if (found := _take(info, manifest)) is not None:
-                return found
-            skipped.append(f"Skipped {named}, which {path / LATEST_NAME} names: {info.reason}.")
+        if (named := read_latest(path)) is not None:
+            return _take(path / named)
+        skipped.append(f"{path} has no file {LATEST_NAME}.")
     except StoreError as error:
         skipped.append(f"Skipped what {path / LATEST_NAME} names: {error}")
     infos, others = list_tags(path), dict[str, list[str]]()
     for info in reversed(infos):
-        if (found := _take(info)) is not None:
+        if info.complete or info.swap is not None:
+            found = _take(info.path)
             return replace(found, lines=(*skipped, *_skipped(others), *found.lines))
         if info.tag != named:  # else it was reported above
             others.setdefault(info.reason, []).append(info.tag)
     raise _nothing_found(path, infos, [*skipped, *_skipped(others)])
 
 
-def _take_named(path: Path, tag: str) -> FoundCheckpoint:
-    """Return the tag that the user has named. Raises StoreError if it is not complete."""
-    place = path / check_tag(tag)
-    if not os.path.lexists(place):
-        complete = [info.tag for info in list_tags(path) if info.complete]
-        newest = f" The newest there: {', '.join(reversed(complete[-4:]))}." if complete else ""
-        raise StoreError(f"There is no checkpoint {place}.{newest}")
-    return _take_tag(place)
-
-
-def _take_tag(path: Path) -> FoundCheckpoint:
-    """Return the tag in the directory `path`. Raises StoreError if it is not complete."""
-    manifest = read_manifest(path)
-    return FoundCheckpoint(
-        path=path, swap=manifest.swap.first if manifest.swap is not None else None, manifest=manifest
-    )
-
-
-def _take(info: TagInfo, manifest: TagManifest | None = None) -> FoundCheckpoint | None:
-    """Return the checkpoint that a tag holds or points to; None if there is none. `manifest`: the tag's, if read."""
-    if not info.complete and info.swap is None:
-        return None
-    lines = (f"{info.path} leads to {info.swap}, which is loaded: {info.reason}.",) if info.is_superseded else ()
-    return FoundCheckpoint(path=info.path, swap=info.swap, lines=lines, manifest=manifest)
+def _take(path: Path, *, follows: bool = True) -> FoundCheckpoint:
+    """Return the checkpoint that the tag in the directory `path` holds. `follows`: also take a newer commit to which
+    the tag leads. Raises StoreError, with the reason, if there is none."""
+    info, manifest = look_at(path)
+    if not info.complete and (info.swap is None or not follows):
+        raise StoreError(f"{path} cannot be loaded: {info.reason}.")
+    lines = (f"{path} leads to {info.swap}, which is loaded: {info.reason}.",) if info.is_superseded else ()
+    return FoundCheckpoint(path=path, swap=info.swap, lines=lines, manifest=manifest)
 
 
 def _skipped(tags: Mapping[str, Sequence[str]]) -> list[str]:
@@ -504,42 +477,32 @@ def open_reader(found: FoundCheckpoint, own_runs: Container[str] = ()) -> Tensor
     the caller's own stores, which may be opened although their run is alive. Raises StoreError."""
     if found.swap is not None:
         return open_commit(found.swap, own_runs)
-    return open_tag(found.path, manifest=found.manifest)
-
-
-def open_tag(
-    tag_dir: str | os.PathLike[str], engine: IOEngine | None = None, manifest: TagManifest | None = None
-) -> TensorReader:
-    """Open a tag of a full save. `engine`: reads the files; None: the first read chooses one. `manifest`: the tag's
-    manifest, if the caller has read it; None: read it here. Raises StoreError."""
-    path = Path(tag_dir)
-    manifest = manifest or read_manifest(path)
+    manifest = found.manifest or _take(found.path).manifest
+    assert manifest is not None, "the tag is complete"
     files = [
-        RecordFiles(paths=[path / file_name(rank, manifest.save_id)], contents=store)
+        RecordFiles(paths=[found.path / file_name(rank, manifest.save_id)], contents=store)
         for rank, store in enumerate(manifest.stores)
     ]
-    return TensorReader(manifest, RecordReader(files, engine))
+    return TensorReader(manifest, RecordReader(files))
 
 
 def find_damage(directory: str | os.PathLike[str]) -> list[str]:
     """Read and verify every byte of a tag or an in-place commit. Return a text for each fault. `directory`: the tag, or
     a swap directory of the run. Raises StoreError if the checkpoint cannot be opened or its run is alive."""
     path = Path(directory)
-    found = FoundCheckpoint(path=path, swap=path) if (path / OWNER_NAME).exists() else _take_tag(path)
+    found = FoundCheckpoint(path=path, swap=path) if (path / OWNER_NAME).exists() else _take(path, follows=False)
     with open_reader(found) as reader:
-        return [*map(str, reader.damage())]
+        return reader.damage()
 
 
-def open_commit(
-    path: str | os.PathLike[str], own_runs: Container[str] = (), engine: IOEngine | None = None
-) -> TensorReader:
+def open_commit(path: str | os.PathLike[str], own_runs: Container[str] = ()) -> TensorReader:
     """Open the newest commit of a run. `path`: any of the run's swap directories. `own_runs`: ids of the calling run's
     stores, which may be opened but must not commit while the reader is open. Raises StoreError if nothing is committed,
     if a part is damaged or missing on this host, or if another live run owns the directories."""
     commit = Commit.read(Path(owner_of(Path(path)).paths[0]))
     with ExitStack() as resources:
         stores = open_stores(commit.stores, commit, resources, own_runs)
-        records = RecordReader(stores, engine)
+        records = RecordReader(stores)
         with refused(commit.stores[0].first):
             check_places(commit.checkpoint.tensors, records.extents)
         return TensorReader(commit.checkpoint, records, resources.pop_all())

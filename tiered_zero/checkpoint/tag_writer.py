@@ -27,7 +27,7 @@ from tiered_zero.checkpoint.index import (
     join_shares,
 )
 from tiered_zero.errors import ConfigError, StoreError, TransferError
-from tiered_zero.io.engine import IOEngine, free_text
+from tiered_zero.io.engine import free_text
 from tiered_zero.io.select import PROBE_PREFIX
 from tiered_zero.record.data_files import RecordWriter
 from tiered_zero.record.files import (
@@ -195,7 +195,7 @@ def _save_id(path: Path) -> str:
 @final
 class TagWriter:
     """Writes one save to a tag, and publishes it. Rank 0 begins and publishes a save; the other ranks join it with
-    their own data files. The end of a `with` block discards a save that is not published."""
+    their own data files. The end of a `with` block releases the lock, and discards a save that is not published."""
 
     def __init__(
         self,
@@ -220,13 +220,12 @@ class TagWriter:
         save_dir: str | os.PathLike[str],
         tag: str,
         *,
-        engine: IOEngine | None = None,
         needed_nbytes: int = 0,
         own_nbytes: int | None = None,
     ) -> TagWriter:
         """Begin a save on rank 0: lock the save directory, remove a dead writer's files, check the free space, make the
-        tag's directory. `engine`: writes the data; None: a new engine does. `needed_nbytes`: bytes of all ranks'
-        records. `own_nbytes`: bytes of this rank's records; None: `needed_nbytes`. Raises StoreError."""
+        tag's directory. `needed_nbytes`: bytes of all ranks' records. `own_nbytes`: bytes of this rank's records; None:
+        `needed_nbytes`. Raises StoreError."""
         save_id = secrets.token_hex(6)
         check_tag(tag)
         directory = SaveDirectory.open(save_dir)
@@ -240,20 +239,12 @@ class TagWriter:
                 raise _store_error(path, error, needed_nbytes) from error
             raise
         own_nbytes = needed_nbytes if own_nbytes is None else own_nbytes
-        # without `engine` it makes one of its own, whose failure affects no other transfer
-        writer = RecordWriter(path / file_name(0, save_id), engine, needed_nbytes=own_nbytes)
+        writer = RecordWriter(path / file_name(0, save_id), needed_nbytes=own_nbytes)
         return cls(path, save_id, writer, needed_nbytes, directory)
 
     @classmethod
     def join(
-        cls,
-        save_dir: str | os.PathLike[str],
-        tag: str,
-        save_id: str,
-        *,
-        rank: int,
-        engine: IOEngine | None = None,
-        needed_nbytes: int = 0,
+        cls, save_dir: str | os.PathLike[str], tag: str, save_id: str, *, rank: int, needed_nbytes: int = 0
     ) -> TagWriter:
         """Join the save `save_id` that rank 0 has begun, and return the writer of this rank's part. `needed_nbytes`:
         bytes of this part. Raises StoreError if `save_dir` is not rank 0's directory."""
@@ -263,37 +254,28 @@ class TagWriter:
                 f"{path.parent} is not the directory in which rank 0 has begun checkpoint {tag}: every rank must name "
                 "the same one. Name a directory that all hosts share."
             )
-        writer = RecordWriter(path / file_name(rank, save_id), engine, needed_nbytes=needed_nbytes)
+        writer = RecordWriter(path / file_name(rank, save_id), needed_nbytes=needed_nbytes)
         return cls(path, save_id, writer, needed_nbytes)
 
     def __enter__(self) -> TagWriter:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Discard the save if it is not published. Raise StoreError if the block failed to write the tag's files."""
-        try:
-            if isinstance(error, Exception):
-                self._raise_store_error(error)  # first, for it names the free space
-        finally:
-            self.discard()
+    def __exit__(self, *_: object) -> None:
+        self.discard()
 
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Return a context manager that raises StoreError if its block failed to write the tag's files."""
         try:
             yield
-        except Exception as error:
-            self._raise_store_error(error)
+        except (OSError, ConfigError) as error:
+            if _is_full(error) or str(self.path) in str(error):
+                raise _store_error(self.path, error, self._needed_nbytes) from error
             raise
 
-    def _raise_store_error(self, error: Exception) -> None:
-        """Raise StoreError if `error` says that the tag's files could not be written."""
-        if isinstance(error, OSError | ConfigError) and (_is_full(error) or str(self.path) in str(error)):
-            raise _store_error(self.path, error, self._needed_nbytes) from error
-
     def publish(self, fields: Mapping[str, Any], shares: Sequence[Share], *, save_latest: bool = True) -> None:
-        """Make the save durable, publish it, and release the lock. `fields`: the fields of TagManifest that are not in
-        `shares`, and not the tag. Raises StoreError; a save that is not published is then discarded."""
+        """Make the save durable, and publish it. `fields`: the fields of TagManifest that are not in `shares`, and not
+        the tag. Raises StoreError."""
         try:
             stores = tuple(store for share in shares for store in share.stores)
             self.prepare({"stores": stores, **join_shares(shares), **fields}, save_latest=save_latest)
@@ -301,8 +283,6 @@ class TagWriter:
             self.publish_prepared()
         except (OSError, ConfigError) as error:
             raise _store_error(self.path, error, self._needed_nbytes) from error
-        finally:
-            self.discard()
 
     def prepare(self, fields: Mapping[str, Any], *, save_latest: bool = True) -> None:
         """Write the manifest, and with `save_latest` the new `latest`, durably next to the present ones. Wait for the

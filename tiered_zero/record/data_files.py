@@ -256,26 +256,11 @@ class Reading:
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class Broken:
-    """`nbytes` bytes at `offset` of the file `path` that are damaged or cannot be read. `reason`: what was found."""
-
-    record: str
-    path: str
-    offset: int
-    nbytes: int
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.record}: {self.nbytes} bytes at offset {self.offset} of {self.path} {self.reason}"
-
-
-@final
 @dataclass(eq=False, kw_only=True)
 class _Window:
     """A span (contiguous bytes of a record) and the buffer into which it is read. `wanted`: the requests for bytes of
-    the span, each with its `Reading`. `verified`: completes when the span is read and verified. `broken`: the damaged
-    ranges of the span, known after `verified`."""
+    the span, each with its `Reading`. `verified`: completes when the span is read and verified. `broken`: texts about
+    the damaged ranges of the span, known after `verified`."""
 
     store: int
     name: str
@@ -283,7 +268,7 @@ class _Window:
     wanted: list[tuple[Reading, Wanted]] = field(default_factory=list)
     buffer: memoryview | None = None
     verified: SharedWork | None = None
-    broken: list[Broken] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
 
     @property
     def key(self) -> tuple[int, int]:
@@ -302,13 +287,13 @@ class RecordReader:
     """Reads and verifies records of several stores (sets of data files). One thread uses it, and calls `close` at the
     end."""
 
-    def __init__(self, stores: Sequence[RecordFiles], engine: IOEngine | None = None) -> None:
-        """`engine`: reads the files; None: the first read chooses one."""
+    def __init__(self, stores: Sequence[RecordFiles]) -> None:
         self._stores = stores
         self._stripes = [Stripes(store.contents.weights) for store in stores]
         self._records = [{record.name: record for record in store.contents.records} for store in stores]
         self._spans: dict[tuple[int, str], list[Span]] = {}
-        self._engine, self._own_engine = engine, engine is None
+        self._engine: IOEngine | None = None
+        """Reads the files; the first read chooses it."""
         self._files: dict[int, StripedFiles] = {}
         self._worker: Worker | None = None
         self._free: list[memoryview] = []
@@ -350,9 +335,9 @@ class RecordReader:
             if broken := self._take_next():
                 raise CorruptionError(f"{broken[0]}. Check the disk, and load another checkpoint, into a new engine.")
 
-    def damage(self) -> list[Broken]:
-        """Read and verify all records. Return the ranges that are damaged or cannot be read."""
-        found: list[Broken] = []
+    def damage(self) -> list[str]:
+        """Read and verify all records. Return a text for each range that is damaged or cannot be read."""
+        found: list[str] = []
         for number, store in enumerate(self._stores):
             try:
                 for record in store.contents.records:
@@ -366,7 +351,7 @@ class RecordReader:
             except OSError as error:
                 window = (self._begun or self._queued)[0]
                 nbytes = window.span.end - window.span.start
-                found.append(self._broken(window, window.span.start, nbytes, f"cannot be read: {error}"))
+                found.append(self._fault(window, window.span.start, nbytes, f"cannot be read: {error}"))
                 self.close()
         return found
 
@@ -382,7 +367,7 @@ class RecordReader:
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
-        if self._own_engine and self._engine is not None:
+        if self._engine is not None:
             self._engine.close()
             self._engine = None
 
@@ -406,9 +391,9 @@ class RecordReader:
             self._queued.append(window)
         return queued
 
-    def _take_next(self) -> list[Broken]:
-        """Wait for the oldest window that is being read, and return its damaged ranges. If there are none, pass its
-        bytes to the requests."""
+    def _take_next(self) -> list[str]:
+        """Wait for the oldest window that is being read, and return a text for each of its damaged ranges. If there are
+        none, pass its bytes to the requests."""
         window = self._begun[0]
         assert window.verified is not None and window.buffer is not None, "begun windows have both"
         window.verified.wait()
@@ -454,18 +439,19 @@ class RecordReader:
             for item, found in mismatches(span.checks, memory, span.start):
                 expected = "none" if item.digest is None else f"{item.digest:016x}"
                 reason = f"are not those written (xxh3 {expected} expected, {found:016x} found)"
-                window.broken.append(self._broken(window, item.start, item.end - item.start, reason))
+                window.broken.append(self._fault(window, item.start, item.end - item.start, reason))
 
         self._files[store].submit(self._engine.read, span.address, memory, parts)
         window.buffer, window.verified = buffer, SharedWork(verify)
         assert self._worker is not None, "it was made with the buffers"
         self._worker.submit(window.verified.run)
 
-    def _broken(self, window: _Window, start: int, nbytes: int, reason: str) -> Broken:
-        """Return a `Broken` for `nbytes` bytes of the window's record, from byte `start` of the record on."""
+    def _fault(self, window: _Window, start: int, nbytes: int, reason: str) -> str:
+        """Return a text about `nbytes` bytes of the window's record, from byte `start` of the record on. `reason`: what
+        is wrong with them."""
         at, store = window.span.address + start - window.span.start, window.store
         path, offset = self._stripes[store].locate(self._stores[store].paths, at)
-        return Broken(record=window.name, path=path, offset=offset, nbytes=nbytes, reason=reason)
+        return f"{window.name}: {nbytes} bytes at offset {offset} of {path} {reason}"
 
 
 # -- append ------------------------------------------------------------------------------------------------------------
@@ -487,11 +473,12 @@ class RecordWriter:
     """Appends records to one data file. One thread uses it. To keep the file, call `finish` and then `wait_durable`; to
     abandon it, call `close` alone."""
 
-    def __init__(self, path: Path, engine: IOEngine | None = None, *, needed_nbytes: int = 0) -> None:
-        """`path`: the data file; the first `append` makes it. `engine`: writes the file; None: the first `append`
-        chooses one. `needed_nbytes`: bytes that will be appended in all; 0 if unknown."""
+    def __init__(self, path: Path, *, needed_nbytes: int = 0) -> None:
+        """`path`: the data file; the first `append` makes it. `needed_nbytes`: bytes that will be appended in all; 0 if
+        unknown."""
         self._path = path
-        self._engine, self._own_engine = engine, engine is None
+        self._engine: IOEngine | None = None
+        """Writes the file. It is this writer's own, so its failure affects no other transfer."""
         self._file: File | None = None
         self._nbytes, self._reserved_nbytes, self._needed_nbytes = 0, 0, needed_nbytes
         self._records: dict[str, _Appended] = {}
@@ -550,7 +537,7 @@ class RecordWriter:
             self._file.close()
         if self._hashing is not None:
             self._hashing.close()
-        if self._own_engine and self._engine is not None:
+        if self._engine is not None:
             self._engine.close()
 
     def _opened(self, nbytes: int) -> tuple[IOEngine, File, Worker]:

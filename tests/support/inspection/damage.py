@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tiered_zero.record import manifest
-from tiered_zero.record.data_files import DATA_NAME, Broken, RecordFiles, RecordReader, Stripes, check_data_files
+from tiered_zero.record.data_files import DATA_NAME, RecordFiles, RecordReader, Stripes, check_data_files
 
 
-def store_damage(paths: Sequence[str | Path]) -> list[Broken]:
+def store_damage(paths: Sequence[str | Path]) -> list[str]:
     """`paths`: the store's directories. Raises StoreError if a data file or the committed state is missing."""
     state, _ = manifest.choose(Path(paths[0]), None)
     directories = [Path(path) for path in paths]

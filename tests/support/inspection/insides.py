@@ -38,9 +38,8 @@ from tiered_zero.checkpoint.tag import (
     list_tags,
     look_at,
     open_commit,
-    open_tag,
+    open_reader,
     prune,
-    read_manifest,
 )
 from tiered_zero.checkpoint.tag_writer import LOCK_NAME, TagWriter
 from tiered_zero.engine.deepspeed_names import MISSING
