@@ -98,7 +98,7 @@ def build(
             units=run_spec.units,
             adopted=source.directories,
         )
-        step, state, whole = _make_step(run_spec, machine, handle, resources)
+        step, state = _make_step(run_spec, machine, handle, resources)
         commits = _make_commits(run_spec, machine, state)
         if source.adoption is None:
             state.view.check(run_spec.source.state, run_spec.source.param_groups)
@@ -114,7 +114,6 @@ def build(
         checkpoints = Checkpoints(
             state,
             step.policy,
-            whole,
             driver,
             written_by(run_spec.rule, run_spec.config, runtime),
             config=run_spec.config,
@@ -141,10 +140,8 @@ def build(
             _place_model(run_spec, source, step, commits, own_state, resources)
 
         try:
-            if source.adoption is not None:
-                checkpoints.adopt(source.adoption, place)
-            elif source.found is not None:
-                checkpoints.resume(source.found, place)
+            if source.found is not None:
+                checkpoints.resume(source.found, source.adoption, place)
             else:
                 place()
             runtime.recorder.take_spans()  # drop the spans of the start: no trace shows them
@@ -235,7 +232,7 @@ def _place_model(
 
 def _make_step(
     run_spec: RunSpec, machine: OpenMachine, handle: TieredOptimizer | None, resources: Teardown
-) -> tuple[TrainStep, RunState, WholeWeights]:
+) -> tuple[TrainStep, RunState]:
     """Build the objects that move bytes, and the `TrainStep` that calls them. Also return what saves and loads use."""
     config, plan = run_spec.config, run_spec.plan
     runtime, tiers, inventory = machine.runtime, machine.tiers, machine.inventory
@@ -253,7 +250,7 @@ def _make_step(
     resources.add("gradients", gradients.close)
     if reducer is not None:
         resources.add("gradients", reducer.close)
-    params = UnitParameters(inventory, runtime, _flats(pager))
+    params = UnitParameters(inventory, runtime, lambda unit: pager.storage(unit).flat)
     pipeline = UpdatePipeline(view, runtime, params, _paged_gradients(run_spec))
     whole = _make_whole(run_spec, runtime, pager)
     policy = _make_policy(run_spec, pipeline, pager, whole, gradients)
@@ -288,20 +285,11 @@ def _make_step(
         module=run_spec.model,
         specs=list(run_spec.specs.values()),
         units=run_spec.units,
-        view=view,
-        trained=run_spec.trained,
-        is_sharded=is_sharded,
         pipeline=pipeline,
-        inventory=inventory,
-        runtime=runtime,
+        weights=whole,
         param_staging=tiers.param_staging,
-        param_flat=_flats(pager),
     )
-    return step, state, whole
-
-
-def _flats(pager: Pager) -> Callable[[Unit], torch.Tensor]:
-    return lambda unit: pager.storage(unit).flat
+    return step, state
 
 
 def _make_activations(run_spec: RunSpec, machine: OpenMachine, resources: Teardown) -> ActivationMover | None:

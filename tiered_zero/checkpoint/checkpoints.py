@@ -21,12 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
 
-import torch
-
 from tiered_zero.checkpoint.driver import EVERYTHING, DriverState, LoadParts
 from tiered_zero.checkpoint.in_place import SAVE, Adoption, Commits
 from tiered_zero.checkpoint.index import RunState, Share, TagManifest
-from tiered_zero.checkpoint.load import Matched, StateLoader, TensorReader, differences, match
+from tiered_zero.checkpoint.load import Matched, StateLoader, differences, match
 from tiered_zero.checkpoint.save import AsyncSave, Capture
 from tiered_zero.checkpoint.tag import FoundCheckpoint, find_checkpoint, nothing_to_load, open_reader
 from tiered_zero.checkpoint.tag_writer import TagWriter
@@ -36,7 +34,6 @@ from tiered_zero.config.schema import Config
 from tiered_zero.errors import ConfigError, ModelError, StoreError
 from tiered_zero.hardware.ranks.collectives import Collectives, agree
 from tiered_zero.plan.planner import Plan
-from tiered_zero.unit.pager import WholeWeights
 from tiered_zero.update.policy import UpdatePolicy
 
 logger = logging.getLogger("tiered_zero")
@@ -52,20 +49,19 @@ class Checkpoints:
         self,
         state: RunState,
         policy: UpdatePolicy,
-        weights: WholeWeights,
         driver: DriverState,
         written_by: Mapping[str, Any],
         *,
         config: Config,
         commits: Commits | None = None,
     ) -> None:
-        """`policy`: runs the updates; saves and loads wait for them first. `weights`: evicts stale weights from the
-        device. `driver`: saves everything but weights and optimizer state. `written_by`: the fields of `WrittenBy`
-        except the time. `commits`: commits the swap files in place; None: each save writes new files."""
+        """`policy`: runs the updates; saves and loads wait for them first. `driver`: saves everything but weights and
+        optimizer state. `written_by`: the fields of `WrittenBy` except the time. `commits`: commits the swap files in
+        place; None: each save writes new files."""
         settings = config.tiered_zero.checkpoint
         self._state = state
         self._policy = policy
-        self._weights = weights
+        self._weights = state.weights
         self.driver = driver
         self._written_by = dict(written_by)
         self._convert = settings.convert
@@ -121,13 +117,11 @@ class Checkpoints:
         if self._is_async:
             self.async_save.start(self._state, self._policy, tag, captured[0], ready)
             return
-        if self._commits is None:
-            self._write(tag, captured[0], ready)
-            return
-        try:
-            self._commits.save(tag, captured[0].fields, save_latest=save_latest)
-        finally:
-            tag.discard()
+        with tag:
+            if self._commits is None:
+                self._write(tag, captured[0], ready)
+            else:
+                self._commits.save(tag, captured[0].fields, save_latest=save_latest)
 
     def _write(self, tag: TagWriter, capture: Capture, ready: Transfer) -> None:
         """Write this rank's share of the tag. Then, on rank 0, publish the shares of all ranks. `ready`: completes when
@@ -146,9 +140,8 @@ class Checkpoints:
                 self._state.pipeline.prefetch()
 
         decode = Share.model_validate_json
-        with tag:
-            shares = agree(self._ranks, f"{SAVE}: the files", write, encode=Share.model_dump_json, decode=decode)
-            agree(self._ranks, f"{SAVE}: the manifest", lambda: capture.publish(tag, shares) if is_first else None)
+        shares = agree(self._ranks, f"{SAVE}: the files", write, encode=Share.model_dump_json, decode=decode)
+        agree(self._ranks, f"{SAVE}: the manifest", lambda: capture.publish(tag, shares) if is_first else None)
 
     def wait(self) -> None:
         """Wait for the asynchronous save under way, if there is one. If it failed, raise its error, once."""
@@ -182,50 +175,70 @@ class Checkpoints:
 
         return find_together(self._ranks, load_dir, look, prepare)
 
+    def resume(self, found: FoundCheckpoint, adoption: Adoption | None, place: Callable[[], None]) -> None:
+        """Load `found`, the checkpoint of the config's tiered_zero.checkpoint.resume. `adoption`, `place`: as for
+        `load`."""
+        self.resumed = found.path, self.load(found, EVERYTHING, adoption=adoption, place=place)
+
     def load(
-        self, found: FoundCheckpoint, parts: LoadParts, *, strict: bool = True, place: Callable[[], None] | None = None
+        self,
+        found: FoundCheckpoint,
+        parts: LoadParts,
+        *,
+        strict: bool = True,
+        adoption: Adoption | None = None,
+        place: Callable[[], None] | None = None,
     ) -> dict[str, Any]:
         """Load a checkpoint into the run and return its client_state. First every rank checks everything except the
         values of tensors and the learning rate scheduler's state; an error after that makes the engine unusable.
-        `strict`: refuse missing and unexpected names; False: log them. `place`: called after the checks, puts the model
-        on its tiers; None: the model is there already. Raises ModelError, ConfigError, StoreError, CorruptionError,
+        `strict`: refuse missing and unexpected names; False: log them. `adoption`: the in-place commit `found`, whose
+        swap files this run has taken over; None: copy the values. `place`: called after the checks, puts the model on
+        its tiers; None: the model is there already. Raises ModelError, ConfigError, StoreError, CorruptionError,
         TransferError, and what the scheduler raises."""
         with ExitStack() as opened:
-            checked: list[tuple[TensorReader, Matched, dict[str, Any]]] = []
+            checked: list[tuple[Callable[[], None], dict[str, Any]]] = []
 
             def check() -> TagManifest:
+                if adoption is not None:
+                    assert self._commits is not None, "a run that adopts commits in place"
+                    matched, driver = self._check(adoption.manifest, parts, strict)
+                    checked.append((partial(self._commits.restore, adoption, matched), driver))
+                    return adoption.manifest
                 own_runs = () if self._commits is None else self._commits.run_ids
                 reader = opened.enter_context(open_reader(found, own_runs))
-                checked.append((reader, *self._check(reader.manifest, parts, strict)))
+                matched, driver = self._check(reader.manifest, parts, strict)
+                checked.append((StateLoader(self._state, reader, matched).load, driver))
                 return reader.manifest
 
             _check_together(self._ranks, check)
             if place is not None:
                 place()
                 self._weights.pager.invalidate_all()
-            reader, matched, driver = checked[0]
-            self._overwrite(found.path, partial(self._read, reader, matched, driver, parts))
+            load_tensors, driver = checked[0]
+            self._overwrite(found.path, load_tensors, driver, parts)
             return dict(driver["client_state"])
 
     @hold_interrupts()
-    def _overwrite(self, path: Path, read: Callable[[], None]) -> None:
-        """Call `read`, which overwrites the run's state. Latch the engine if it raises. `path`: the checkpoint, for
-        errors."""
+    def _overwrite(
+        self, path: Path, load_tensors: Callable[[], None], driver: dict[str, Any], parts: LoadParts
+    ) -> None:
+        """Overwrite the run's state, and latch the engine if that raises. `path`: the checkpoint, for errors.
+        `load_tensors`: overwrites weights and optimizer state. `driver`: the result of `DriverState.check`."""
+
+        def overwrite() -> None:
+            self.driver.restore_optimizer(driver, parts)
+            load_tensors()
+            self.driver.restore(driver, parts)
+
         try:
-            agree(self._ranks, f"{_LOAD}: its values", read)
+            agree(self._ranks, f"{_LOAD}: its values", overwrite)
             self._weights.end_update()
         except BaseException as error:
             # some values are new, some old and some 0
             self._policy.latch(f"Loading {path} ended in its middle, by {type(error).__name__}")
             raise
 
-    def _read(self, reader: TensorReader, matched: Matched, driver: dict[str, Any], parts: LoadParts) -> None:
-        self.driver.restore_optimizer(driver, parts)
-        with torch.no_grad():
-            StateLoader(self._state, reader, matched).load()
-        self.driver.restore(driver, parts)
-
-    def _check(self, manifest: TagManifest, parts: LoadParts, strict: bool = True) -> tuple[Matched, dict[str, Any]]:
+    def _check(self, manifest: TagManifest, parts: LoadParts, strict: bool) -> tuple[Matched, dict[str, Any]]:
         """Check that everything in a checkpoint except the values fits this run. Return the keys to load, and the state
         for `DriverState.restore`."""
         with_state = parts.optimizer_states and not parts.module_only and self.driver.optimizer is not None
@@ -234,34 +247,6 @@ class Checkpoints:
         for line in differences(vars(manifest.written_by), self._written_by) if with_state else ():
             logger.warning("%s", line)
         return matched, driver
-
-    def adopt(self, adoption: Adoption, place: Callable[[], None]) -> None:
-        """Resume from an in-place commit whose swap files this run has taken over. `place`: called after the checks,
-        puts the model on its tiers. If this fails on one rank, every rank raises ModelError or StoreError."""
-        checked: list[tuple[Matched, dict[str, Any]]] = []
-        agree(self._ranks, f"{_LOAD}: its contents", lambda: checked.append(self._check(adoption.manifest, EVERYTHING)))
-        place()
-        self._weights.pager.invalidate_all()
-        matched, driver = checked[0]
-
-        def restore() -> None:
-            assert self._commits is not None, "a run that adopts commits in place"
-            self._commits.revert()
-            view = self._state.view
-            for layout in view.layouts:
-                if layout.subgroup.index in adoption.initialized:
-                    view.scalars.replace(layout, matched.scalars(layout))
-            self._commits.copies.restore_buffers()
-            self.driver.restore_optimizer(driver)
-            self.resumed = adoption.found.path, self.driver.restore(driver)
-
-        agree(self._ranks, f"{_LOAD}: its values", restore)
-        self._weights.end_update()
-
-    def resume(self, found: FoundCheckpoint, place: Callable[[], None]) -> None:
-        """Load `found`, the checkpoint of the config's tiered_zero.checkpoint.resume. `place`: called after the checks,
-        puts the model on its tiers."""
-        self.resumed = found.path, self.load(found, EVERYTHING, place=place)
 
 
 def check_async(config: Config, plan: Plan) -> None:
@@ -296,7 +281,7 @@ class _Wanted:
 
 
 def _agree_on_save(ranks: Collectives, ask: Callable[[], _Wanted], tag_validation: str) -> list[_Wanted]:
-    """Exchange the requests of all ranks, and return them, each with rank 0's tag. `ask`: returns this rank's request.
+    """Exchange the requests of all ranks, and return them; rank 0's tag counts. `ask`: returns this rank's request.
     `tag_validation`: what to do if tags differ (Warn, Fail, Ignore). Raises ModelError if steps or arguments differ, or
     with Fail the tags."""
     wanted = agree(ranks, SAVE, ask, encode=vars, decode=lambda value: _Wanted(**value))
@@ -315,7 +300,7 @@ def _agree_on_save(ranks: Collectives, ask: Callable[[], _Wanted], tag_validatio
             raise ModelError(f"{text}, and checkpoint.tag_validation is Fail. Give the same tag on all of them.")
         if ranks.rank == 0:
             logger.warning("%s: rank 0's is taken", text)
-    return [_Wanted(**{**vars(own), "tag": first.tag}) for own in wanted]
+    return wanted
 
 
 def _begin_tag(ranks: Collectives, save_dir: str | os.PathLike[str], wanted: Sequence[_Wanted]) -> TagWriter:

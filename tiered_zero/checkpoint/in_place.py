@@ -57,6 +57,7 @@ from tiered_zero.checkpoint.index import (
     list_tensors,
     pack,
 )
+from tiered_zero.checkpoint.load import Matched
 from tiered_zero.checkpoint.tag import COMMIT_ID, DECIDED_BY, Commit, FoundCheckpoint, open_stores
 from tiered_zero.checkpoint.tag_writer import TagWriter
 from tiered_zero.concurrency.interrupts import hold_interrupts
@@ -107,10 +108,16 @@ class Commits:
         self.run_ids = frozenset(run_id for each in of_ranks for run_id in each)
         """The ids of all ranks' stores (sets of swap files)."""
 
-    def revert(self) -> None:
-        """Drop all writes since the last commit. No transfer may use the swap files during the call."""
+    def restore(self, adoption: Adoption, matched: Matched) -> None:
+        """Restore weights and optimizer state from the commit `adoption`: drop all writes since, and read what does not
+        rest in its place. `matched`: has the commit's scalars. No transfer may use the swap files during the call."""
         for store in self._stores:
             store.revert()
+        view = self._state.view
+        for layout in view.layouts:
+            if layout.subgroup.index in adoption.initialized:
+                view.scalars.replace(layout, matched.scalars(layout))
+        self.copies.restore_buffers()
 
     def save(self, tag: TagWriter, fields: Mapping[str, Any], *, save_latest: bool) -> None:
         """Commit the state on every rank, and publish a tag that points to the commit. Every rank calls this between
@@ -138,7 +145,7 @@ class Commits:
         state, scalars = self._state, self._state.view.scalars
         with torch.no_grad():
             self.copies.write()
-        buffers = state.named_buffers() if self._ranks.rank == 0 else ()
+        buffers = state.buffers() if self._ranks.rank == 0 else {}
         tensors = list_tensors(state, self._places, scalars, buffers)
         return Share(
             tensors=tensors,
@@ -270,7 +277,7 @@ class DurableCopies:
                 else:
                     self._write_changed(home, raw, window)
             if (home_of_buffers := self.homes.get(BUFFERS)) is not None:
-                packed = _packed(self._state.named_buffers(), home_of_buffers.slot.nbytes)
+                packed = _packed(self._state.buffers(), home_of_buffers.slot.nbytes)
                 self._write_changed(home_of_buffers, packed, window)
         finally:
             wait_all(writes)
@@ -280,7 +287,7 @@ class DurableCopies:
         view = self._state.view
         if unit.index in self._state.updated_units and not view.need_params:
             return view.read_masters(unit).to(unit.dtype)
-        home = self.homes.get(unit.index) or self._state.inventory.home(unit, "param")
+        home = self.homes.get(unit.index) or view.inventory.home(unit, "param")
         flat, own = torch.zeros(unit.numel, dtype=unit.dtype), home.elements(unit)
         part = flat[own]
         part.copy_(read_slot(home, 0, as_bytes(part).numel(), view.staging).view(unit.dtype))
@@ -292,14 +299,14 @@ class DurableCopies:
             return
         raw = read_slot(home, 0, home.slot.nbytes, self._state.view.staging)
         with torch.no_grad():
-            for _, buffer, offset in pack(self._state.named_buffers()):
+            for _, buffer, offset in pack(self._state.buffers()):
                 nbytes = buffer.numel() * buffer.dtype.itemsize
                 buffer.copy_(raw[offset : offset + nbytes].clone().view(buffer.dtype).view(buffer.shape))
 
     def _present(self, unit: Unit) -> torch.Tensor:
         """Return a unit's parameters, [P], as they rest in memory (on the device or the host)."""
-        home = self._state.inventory.find(unit, "param")
-        view = self._state.param_flat(unit) if home is None else home.slot.tensor
+        home = self._state.view.inventory.find(unit, "param")
+        view = self._state.device_flat(unit) if home is None else home.slot.tensor
         assert view is not None, "copied units rest in memory"
         return view
 
@@ -317,7 +324,7 @@ class DurableCopies:
                 self._digests[home.slot.name, start] = digest
 
 
-def _packed(buffers: Iterable[tuple[str, torch.Tensor]], nbytes: int) -> torch.Tensor:
+def _packed(buffers: Mapping[str, torch.Tensor], nbytes: int) -> torch.Tensor:
     """Pack the model's buffers into one tensor of `nbytes`. Raises StoreError if they need more."""
     raw = torch.zeros(nbytes, dtype=torch.uint8)
     for name, buffer, offset in pack(buffers):
@@ -341,7 +348,6 @@ class Adoption:
     swap paths of each store -> the committed state to open. `paths`: the swap directories of all ranks. `initialized`:
     indices of this rank's sub-groups that have state."""
 
-    found: FoundCheckpoint
     directories: Mapping[tuple[str, ...], AdoptedStore]
     paths: frozenset[Path]
     manifest: TagManifest
@@ -396,7 +402,6 @@ def adopt(
         return None
     own, paths = commit.ranks[ranks.rank], committing_paths(config, plan)
     return Adoption(
-        found=found,
         directories={
             each: AdoptedStore(
                 directory=store.first,

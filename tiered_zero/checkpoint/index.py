@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain
@@ -52,7 +52,8 @@ from tiered_zero.record.manifest import Contents
 from tiered_zero.rules.rule import StateField
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.sizes import align_up
-from tiered_zero.tiers.tier import Home, Inventory
+from tiered_zero.tiers.tier import Home
+from tiered_zero.unit.pager import WholeWeights
 from tiered_zero.update.pipeline import UpdatePipeline
 from tiered_zero.update.state_view import Scalars, StateView
 from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork
@@ -348,38 +349,46 @@ _MOST_WRITTEN = 32
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """The parts of a run that are needed to save and load it. `trained`: names of parameters that have a master on any
-    rank. `is_sharded`: whether each rank has only a part of the state. `param_staging`: buffers for parameters on nvme.
-    `param_flat`: returns the flat (1-D tensor) of a unit that lives on the device."""
+    """The parts of a run that are needed to save and load it. `pipeline`: its `io` moves sub-groups. `weights`: has the
+    units that live on the device. `param_staging`: buffers for parameters on nvme."""
 
     module: nn.Module
     specs: Sequence[ParamSpec]
     units: Sequence[Unit]
-    view: StateView
-    trained: frozenset[str]
-    is_sharded: bool
     pipeline: UpdatePipeline
-    inventory: Inventory
-    runtime: Runtime
+    weights: WholeWeights
     param_staging: StagingPool | None
-    param_flat: Callable[[Unit], torch.Tensor]
+
+    @cached_property
+    def view(self) -> StateView:
+        return self.pipeline.view
+
+    @cached_property
+    def runtime(self) -> Runtime:
+        return self.pipeline.runtime
+
+    def device_flat(self, unit: Unit) -> torch.Tensor:
+        """Return the flat (1-D tensor) of a unit that lives on the device."""
+        return self.weights.pager.storage(unit).flat
 
     @cached_property
     def updated_units(self) -> frozenset[int]:
         """The indices of the units that have a parameter with a master on any rank: an update writes them."""
         return frozenset(
-            unit.index for unit in self.units if any(entry.param.name in self.trained for entry in unit.entries)
+            unit.index
+            for unit in self.units
+            if any(entry.param.name in self.view.shards.trained for entry in unit.entries)
         )
 
     @cached_property
     def own_layouts(self) -> Sequence[StateLayout]:
         """The layouts of the sub-groups that this rank saves."""
         layouts = self.view.layouts  # state that is not sharded is on every rank: each sub-group is saved by one rank
-        return layouts if self.is_sharded else [own for own in layouts if self._is_own(own.subgroup.index)]
+        return layouts if self.view.shards.is_sharded else [own for own in layouts if self._is_own(own.subgroup.index)]
 
     def is_part(self, unit: Unit) -> bool:
         """Return whether this rank has only its own shard of the unit's parameters."""
-        home = self.inventory.find(unit, "param")
+        home = self.view.inventory.find(unit, "param")
         return home is not None and home.slot.nbytes < unit.nbytes
 
     def saved_units(self, with_frozen: bool = True) -> list[Unit]:
@@ -396,17 +405,19 @@ class RunState:
         ranks = self.runtime.collectives
         return index % ranks.world_size == ranks.rank
 
-    def named_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the persistent buffers, each once, under its first name."""
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return the persistent buffers by name, each once, under its first name."""
+        found: dict[torch.Tensor, str] = {}
         for path, module in self.module.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if name not in module._non_persistent_buffers_set:
-                    yield f"{path}.{name}".lstrip("."), buffer
+                    found.setdefault(buffer, f"{path}.{name}".lstrip("."))
+        return {name: buffer for buffer, name in found.items()}
 
     @cached_property
     def aliases(self) -> dict[str, str]:
         """Each other name of a tensor in `state_dict()` -> the name under which the tensor is saved."""
-        saved = {spec.name for spec in self.specs} | {name for name, _ in self.named_buffers()}
+        saved = {spec.name for spec in self.specs} | self.buffers().keys()
         names: dict[int, list[str]] = {}
         for name, tensor in state_tensors(self.module):
             names.setdefault(id(tensor), []).append(name)
@@ -551,14 +562,14 @@ def committed_places(state: RunState, tiers: Sequence[object], copies: Mapping[i
         return Source(tiers.index(home.tier), home.slot.name, 0)
 
     def home_of(unit: Unit) -> Home:
-        return copies.get(unit.index) or state.inventory.home(unit, "param")
+        return copies.get(unit.index) or state.view.inventory.home(unit, "param")
 
     def params(_: StateLayout, segment: Segment) -> Source:
         home = home_of(segment.unit)
         return start(home).at(home.offset_of(segment))
 
     return RecordPlaces(
-        lambda layout: start(state.inventory.home(layout.subgroup, "state")),
+        lambda layout: start(state.view.inventory.home(layout.subgroup, "state")),
         params,
         lambda unit: start(home_of(unit)),
         None if buffers is None else start(buffers),
@@ -570,11 +581,11 @@ def state_nbytes(layout: StateLayout, scalars: Scalars) -> int:
     return layout.nbytes if scalars.has_state(layout) else layout.master_nbytes
 
 
-def pack(buffers: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor, int]]:
+def pack(buffers: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor, int]]:
     """Lay out all buffers in one record. For each buffer that is not empty, yield its name, the buffer, and its first
     byte in the record."""
     position = 0
-    for name, buffer in buffers:
+    for name, buffer in buffers.items():
         if not buffer.numel():
             continue
         yield name, buffer, position
@@ -589,17 +600,17 @@ def list_tensors(
     state: RunState,
     places: RecordPlaces,
     scalars: Scalars,
-    buffers: Iterable[tuple[str, torch.Tensor]],
+    buffers: Mapping[str, torch.Tensor],
     *,
     with_frozen: bool = True,
 ) -> dict[str, TensorEntry]:
-    """Return the tensors that this rank saves, by key, with this rank's parts only. `buffers`: the model's buffers, if
-    this rank saves them. Any thread."""
+    """Return the tensors that this rank saves, by key, with this rank's parts only. `buffers`: the model's buffers by
+    name, if this rank saves them. Any thread."""
     found: dict[str, tuple[TensorEntry, list[Part]]] = {}
     rows = chain(
         chain.from_iterable(_list_subgroup(state, places, scalars, layout) for layout in state.own_layouts),
         _list_units(state, places, with_frozen),
-        _list_buffers(places, list(buffers)),
+        _list_buffers(places, buffers),
     )
     for key, entry, start, stop, sources in rows:
         parts = found.setdefault(key, (entry, []))[1]
@@ -617,7 +628,7 @@ def _list_subgroup(state: RunState, places: RecordPlaces, scalars: Scalars, layo
             masters = [record.at(first + before * dtype.itemsize) for first, _, dtype in layout.master_spans(segment)]
             if joined:
                 masters.insert(1, places.params(layout, segment).at(before * segment.unit.itemsize))
-            if spec.name in state.trained:
+            if spec.name in state.view.shards.trained:
                 described = describe(torch.float32, spec.shape, spec.order, "joined" if joined else "plain")
                 yield f"{MASTER}/{spec.name}", described, start, stop, masters
             else:
@@ -638,7 +649,7 @@ def _list_subgroup(state: RunState, places: RecordPlaces, scalars: Scalars, layo
 def _list_units(state: RunState, places: RecordPlaces, with_frozen: bool) -> Iterator[_Row]:
     """Yield the parameters that no update writes. Rank 0 also yields those without elements, which are in no unit."""
     for unit in state.saved_units(with_frozen):
-        home, record = state.inventory.find(unit, "param"), places.unit(unit)
+        home, record = state.view.inventory.find(unit, "param"), places.unit(unit)
         here = slice(0, unit.numel) if home is None else home.elements(unit)
         for entry in unit.entries:
             low, high, spec = max(entry.start, here.start), min(entry.stop, here.stop), entry.param
@@ -651,11 +662,11 @@ def _list_units(state: RunState, places: RecordPlaces, with_frozen: bool) -> Ite
             yield f"{PARAM}/{spec.name}", describe(spec.dtype, spec.shape), 0, 0, ()
 
 
-def _list_buffers(places: RecordPlaces, buffers: Sequence[tuple[str, torch.Tensor]]) -> Iterator[_Row]:
+def _list_buffers(places: RecordPlaces, buffers: Mapping[str, torch.Tensor]) -> Iterator[_Row]:
     for name, buffer, offset in pack(buffers):
         assert places.buffers is not None, "buffers are planned with a record"
         described = describe(buffer.dtype, tuple(buffer.shape))
         yield f"{BUFFER}/{name}", described, 0, buffer.numel(), [places.buffers.at(offset)]
-    for name, buffer in buffers:
+    for name, buffer in buffers.items():
         if not buffer.numel():
             yield f"{BUFFER}/{name}", describe(buffer.dtype, tuple(buffer.shape)), 0, 0, ()

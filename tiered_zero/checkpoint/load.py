@@ -95,7 +95,7 @@ def match(state: RunState, manifest: TagManifest, *, strict: bool, with_state: b
             params[spec.name] = key
         elif spec.numel:
             missing.append(spec.name)
-    own_buffers = dict(state.named_buffers())
+    own_buffers = state.buffers()
     buffers = {name: key for name in own_buffers if (key := f"{BUFFER}/{name}") in tensors}
     missing += [name for name, buffer in own_buffers.items() if buffer.numel() and name not in buffers]
     _check_names(manifest, missing, {*params.values(), *buffers.values()}, strict=strict)
@@ -421,6 +421,7 @@ class StateLoader:
         self._joined: list[torch.Tensor] = []
         """Free buffers for masters that are stored as remainders; the next sub-group takes one."""
 
+    @torch.no_grad()
     def load(self) -> None:
         """Load everything. If this raises, some values are new, some old and some 0. Raises CorruptionError,
         StoreError, TransferError."""
@@ -428,7 +429,7 @@ class StateLoader:
         for unit in self._state.units:
             if unit.index not in self._state.updated_units:
                 self._load_unit(unit)
-        for name, buffer in self._state.named_buffers():
+        for name, buffer in self._state.buffers().items():
             if buffer.numel() and (key := self._matched.buffers.get(name)) is not None:
                 value = torch.empty(buffer.shape, dtype=buffer.dtype)
                 self._reader.fill([Target(key, 0, value.view(-1))])
@@ -556,10 +557,10 @@ class StateLoader:
     def _load_unit(self, unit: Unit) -> None:
         """Load the parameters of a unit whose parameters no update writes, such as a frozen one. Write them to each
         home of the unit, or to the device if it has none."""
-        inventory = self._state.inventory
+        inventory = self._state.view.inventory
         homes = [home for kind in ("param", "param_back") if (home := inventory.find(unit, kind)) is not None]
         if inventory.find(unit, "param") is None:
-            self._fill_unit(unit, self._state.param_flat(unit), 0)
+            self._fill_unit(unit, self._state.device_flat(unit), 0)
         for home in homes:
             view = home.slot.tensor
             if view is not None:

@@ -83,16 +83,16 @@ class Capture:
     ) -> Capture:
         """Copy everything that a script may change. `fields`: fields of the manifest, without the time. `has_files`:
         False if the save commits the swap files in place; no tensors are copied then."""
-        named = list(state.named_buffers()) if has_files and state.runtime.collectives.rank == 0 else []
-        buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in named}
+        named = state.buffers() if has_files and state.runtime.collectives.rank == 0 else {}
+        buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in named.items()}
         units = state.saved_units(with_frozen) if has_files else []
-        on_device = [unit for unit in units if state.inventory.find(unit, "param") is None]
+        on_device = [unit for unit in units if state.view.inventory.find(unit, "param") is None]
         may_copy = sum(unit.nbytes for unit in on_device) <= _MOST_COPIED_NBYTES
         return cls(
             fields={**fields, "written_by": WrittenBy(**fields["written_by"], created_s=time.time())},
             needed_nbytes=needed_nbytes(state, buffers.values(), with_frozen) if has_files else 0,
             buffers=buffers,
-            params={unit.index: state.param_flat(unit).to("cpu", copy=True) for unit in on_device if may_copy},
+            params={unit.index: state.device_flat(unit).to("cpu", copy=True) for unit in on_device if may_copy},
             may_return=may_copy,
             with_frozen=with_frozen,
             save_latest=save_latest,
@@ -110,9 +110,7 @@ class Capture:
         completes when the device has computed all that is saved. `free`: called with the index of each sub-group that
         the save no longer reads."""
         ready.wait()
-        tensors = list_tensors(
-            state, copied_places(scalars), scalars, self.buffers.items(), with_frozen=self.with_frozen
-        )
+        tensors = list_tensors(state, copied_places(scalars), scalars, self.buffers, with_frozen=self.with_frozen)
         with torch.no_grad():
             StateSaver(state, scalars, tag.writer, free).save(self.buffers, self.params, self.with_frozen)
         return Share(
@@ -264,9 +262,9 @@ class StateSaver:
 
     def _send_unit(self, unit: Unit, copied: torch.Tensor | None) -> None:
         """Write a unit that no update writes, or this rank's shard of it. `copied`: a CPU copy of the unit, if made."""
-        name, home = self._places.unit(unit).record, self._state.inventory.find(unit, "param")
+        name, home = self._places.unit(unit).record, self._state.view.inventory.find(unit, "param")
         if home is None:
-            self._send(name, as_bytes(self._state.param_flat(unit) if copied is None else copied))
+            self._send(name, as_bytes(self._state.device_flat(unit) if copied is None else copied))
         elif (raw := home.slot.tensor) is None:
             self._send_copied(name, self._windows(unit))
         else:
@@ -274,7 +272,7 @@ class StateSaver:
 
     def _windows(self, unit: Unit) -> Iterator[torch.Tensor]:
         """Yield the bytes of a unit on nvme, in the pieces in which they were written there."""
-        home, staging = self._state.inventory.home(unit, "param"), self._state.param_staging
+        home, staging = self._state.view.inventory.home(unit, "param"), self._state.param_staging
         assert staging is not None, "a tier without views is planned with staging buffers"
         for start in range(0, home.slot.nbytes, staging.buffer_nbytes):  # only whole pieces can be verified
             nbytes = min(staging.buffer_nbytes, home.slot.nbytes - start)
@@ -285,7 +283,7 @@ class StateSaver:
     def _send_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         def parts() -> Iterator[torch.Tensor]:
             position = 0
-            for _, buffer, offset in pack(buffers.items()):
+            for _, buffer, offset in pack(buffers):
                 if offset > position:
                     yield torch.zeros(offset - position, dtype=torch.uint8)
                 yield as_bytes(buffer.contiguous())
