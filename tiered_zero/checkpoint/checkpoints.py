@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from typing import Any, Final, final
 
 from tiered_zero.checkpoint.driver import EVERYTHING, DriverState, LoadParts
 from tiered_zero.checkpoint.in_place import SAVE, Adoption, Commits
-from tiered_zero.checkpoint.index import RunState, Share, TagManifest
+from tiered_zero.checkpoint.index import RunState, Share, TagManifest, WrittenBy
 from tiered_zero.checkpoint.load import Matched, StateLoader, differences, match
 from tiered_zero.checkpoint.save import AsyncSave, Capture
 from tiered_zero.checkpoint.tag import FoundCheckpoint, find_checkpoint, nothing_to_load, open_reader
@@ -88,6 +89,7 @@ class Checkpoints:
         Every rank calls this; it returns on all ranks, or raises on all. `begin`: checks that a save is allowed now,
         and returns the step and the tag's name. `save_latest`: whether to write the name to the file `latest`. Raises
         the errors of this save, and those of an earlier asynchronous save."""
+        fields: dict[str, Any] = {}
         captured: list[Capture] = []
         arguments = {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen}
 
@@ -97,17 +99,16 @@ class Checkpoints:
             if not self._is_async:
                 with self._policy.failures.surfacing():
                     self._policy.finish()
-            driver = self.driver.capture(client_state)
-            captured.append(
-                Capture.take(
-                    self._state,
-                    {"step": step, "driver": driver, "written_by": self._written_by, "aliases": self._state.aliases},
-                    has_files=self._commits is None,
-                    with_frozen=not exclude_frozen,
-                    save_latest=save_latest,
-                )
+            fields.update(
+                step=step,
+                driver=self.driver.capture(client_state),
+                written_by=WrittenBy(**self._written_by, created_s=time.time()),
+                aliases=self._state.aliases,
             )
-            return _Wanted(tag=tag, step=step, arguments=arguments, nbytes=captured[0].needed_nbytes)
+            if self._commits is None:
+                own = Capture.take(self._state, fields, with_frozen=not exclude_frozen, save_latest=save_latest)
+                captured.append(own)
+            return _Wanted(tag=tag, step=step, arguments=arguments, nbytes=sum(own.needed_nbytes for own in captured))
 
         wanted = _agree_on_save(self._ranks, capture, self._tag_validation)
         if self._commits is not None and exclude_frozen:
@@ -121,7 +122,7 @@ class Checkpoints:
             if self._commits is None:
                 self._write(tag, captured[0], ready)
             else:
-                self._commits.save(tag, captured[0].fields, save_latest=save_latest)
+                self._commits.save(tag, fields, save_latest=save_latest)
 
     def _write(self, tag: TagWriter, capture: Capture, ready: Transfer) -> None:
         """Write this rank's share of the tag. Then, on rank 0, publish the shares of all ranks. `ready`: completes when

@@ -4,7 +4,6 @@ writes and publishes during training."""
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,6 @@ from tiered_zero.checkpoint.driver import join_states, own_state, to_json
 from tiered_zero.checkpoint.index import (
     RunState,
     Share,
-    WrittenBy,
     copied_places,
     list_tensors,
     pack,
@@ -78,19 +76,16 @@ class Capture:
     save_latest: bool
 
     @classmethod
-    def take(
-        cls, state: RunState, fields: Mapping[str, Any], *, has_files: bool, with_frozen: bool, save_latest: bool
-    ) -> Capture:
-        """Copy everything that a script may change. `fields`: fields of the manifest, without the time. `has_files`:
-        False if the save commits the swap files in place; no tensors are copied then."""
-        named = state.buffers() if has_files and state.runtime.collectives.rank == 0 else {}
+    def take(cls, state: RunState, fields: Mapping[str, Any], *, with_frozen: bool, save_latest: bool) -> Capture:
+        """Copy everything that a script may change. `fields`: fields of the manifest."""
+        named = state.buffers() if state.runtime.collectives.rank == 0 else {}
         buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in named.items()}
-        units = state.saved_units(with_frozen) if has_files else []
+        units = state.saved_units(with_frozen)
         on_device = [unit for unit in units if state.view.inventory.find(unit, "param") is None]
         may_copy = sum(unit.nbytes for unit in on_device) <= _MOST_COPIED_NBYTES
         return cls(
-            fields={**fields, "written_by": WrittenBy(**fields["written_by"], created_s=time.time())},
-            needed_nbytes=needed_nbytes(state, buffers.values(), with_frozen) if has_files else 0,
+            fields=fields,
+            needed_nbytes=needed_nbytes(state, buffers.values(), with_frozen),
             buffers=buffers,
             params={unit.index: state.device_flat(unit).to("cpu", copy=True) for unit in on_device if may_copy},
             may_return=may_copy,
