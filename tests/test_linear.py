@@ -42,7 +42,7 @@ def count_lines(num_blocks: int, tier: str, update: str, path: Path) -> Lines:
     config = config_of(zero, optimizer=ADAMW, tiered_zero=runtime)
     count, lines = LineCount(), Lines()
     with count.on_threads(), tiered_zero.initialize(model=Chain(num_blocks), config=config)[0] as engine:
-        assert len(engine.plan.tiers.params) == num_blocks
+        assert len(engine.plan.tiers.units) == num_blocks
 
         def step() -> None:
             engine.backward(engine(torch.ones(1, 2)))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.inspection.insides import PlannedMachine, specify_run
+from tests.support.plan_requests import gradient_tiers, param_tiers
 from tiered_zero.assembly.choice import SAME_SHARE, estimate_of, make_predictor
 from tiered_zero.cli.plan import specify_planned
 from tiered_zero.config.load import load
@@ -115,7 +116,8 @@ def test_the_chosen_config_says_all_of_it() -> None:
     assert "placement" not in values["tiered_zero"]
     machine = PlannedMachine(device_nbytes=140 * MIB, host_nbytes=400 * MIB)
     again = specify_run(load(values), build_gpt(MODEL), machine=machine)
-    assert again.choice is None and again.plan.rows == run.plan.rows and again.plan.tiers == run.plan.tiers
+    assert again.choice is None and again.plan.rows == run.plan.rows and again.plan.tiers.state == run.plan.tiers.state
+    assert param_tiers(again.plan) == param_tiers(run.plan) and gradient_tiers(again.plan) == gradient_tiers(run.plan)
 
 
 def test_only_settings_that_change_no_numbers_are_tried() -> None:

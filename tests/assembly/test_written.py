@@ -49,6 +49,6 @@ def test_written_bytes_are_those_of_the_report(tmp_path: Path, gradients: str, a
             assert engine.step_report is not None
             written.append(engine.step_report.link_nbytes["disk write"])
         plan = engine.plan
-    expected = written_on_nvme(plan.units, accumulation, in_backward=False)
+    expected = written_on_nvme(plan.tiers.units, accumulation, in_backward=False)
     assert expected["param"] and expected["state"] and bool(expected["gradient"]) == (gradients == "nvme")
     assert written[-1] == sum(expected.values())

@@ -9,6 +9,7 @@ from torch import nn
 import tiered_zero
 from tests.support.inspection import gradient_traffic
 from tests.support.models import ParityGPT, batch, groups
+from tests.support.plan_requests import gradient_tiers
 from tests.support.trainers import Plain, Record, assert_same_bits, follow, tiered, train
 from tiered_zero.errors import ModelError, PlanError
 
@@ -53,7 +54,7 @@ def engine_of(swap_path: Any, param: str = "nvme", **options: Any) -> tiered_zer
 def test_fp32_has_the_bits_of_plain_pytorch(update, accumulation, clipping, param, swap_path):
     expected = follow(lambda own: course(own, accumulation), Plain(build(), adamw, accumulation, clipping))
     engine = engine_of(swap_path, param, accumulation=accumulation, clipping=clipping, runtime={**ON_NVME, **update})
-    assert set(engine.plan.tiers.gradients.values()) == {"nvme"}
+    assert set(gradient_tiers(engine.plan).values()) == {"nvme"}
     assert_same_bits(expected, follow(lambda own: course(own, accumulation), engine))
     assert not any(swap_path.iterdir()), "closed engines leave nothing in the swap directory"
 
@@ -207,11 +208,11 @@ def test_auto_rests_on_nvme_what_host_memory_has_no_room_for(swap_path, caplog):
 
     with engine_with(gradients="nvme") as least, engine_with() as ample:
         limit = (least.plan.needed_nbytes("host") + ample.plan.needed_nbytes("host")) // 2
-        assert set(ample.plan.tiers.gradients.values()) == {"host"}
+        assert set(gradient_tiers(ample.plan).values()) == {"host"}
     caplog.clear()
     engine = engine_with(host_memory_limit=limit)
     assert "gradients" in caplog.text and "rest on nvme" in caplog.text
-    tiers = [tier for _, tier in sorted(engine.plan.tiers.gradients.items())]
+    tiers = [tier for _, tier in sorted(gradient_tiers(engine.plan).items())]
     assert set(tiers) == {"host", "nvme"} and tiers[0] == "host"
     assert engine.plan.needed_nbytes("host") <= limit
     expected = follow(lambda own: course(own, 1), Plain(build(), adamw, 1, 0.5))

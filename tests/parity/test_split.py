@@ -13,6 +13,7 @@ from tests.support.inspection import inventory, layouts, ledger, units
 from tests.support.inspection.insides import UpdatePipeline
 from tests.support.models import ParityGPT, batch, groups
 from tests.support.pairwise import by_turns
+from tests.support.plan_requests import gradient_tiers
 from tests.support.trainers import Plain, Record, assert_same_bits, follow, tiered, train
 from tiered_zero.errors import ConfigError
 
@@ -140,7 +141,7 @@ def test_embeddings_come_first_and_a_unit_may_be_split(swap_path: Any) -> None:
             for segment in subgroup.segments:
                 tiers_of.setdefault(segment.unit.index, set()).add(plan.tiers.state[subgroup.index])
         assert {"device", "nvme"} in tiers_of.values()
-        assert {index for index, tier in plan.tiers.gradients.items() if tier == "device"} == {
+        assert {index for index, tier in gradient_tiers(plan).items() if tier == "device"} == {
             index for index, tiers in tiers_of.items() if tiers == {"device"}
         }
         charged: list[int] = []
@@ -173,7 +174,7 @@ def test_what_rests_on_the_device_waits_for_nothing_else(swap_path: Any, monkeyp
 
     monkeypatch.setattr(UpdatePipeline, "_update", late)
     with split(swap_path, "device+nvme") as engine:
-        last_update, tiers = inventory(engine).last_update, engine.plan.tiers.gradients
+        last_update, tiers = inventory(engine).last_update, gradient_tiers(engine.plan)
         trainable = [unit for unit in units(engine) if unit.trainable]
         engine.backward(engine(*batch(0)))
         engine.step()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.inspection.insides import list_params, module_tree
+from tests.support.plan_requests import gradient_tiers
 from tiered_zero.config.load import load
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.errors import ConfigError, PlanError
@@ -67,9 +68,9 @@ def test_a_model_of_70_billion_fits_64_gib_of_host_memory() -> None:
 
 
 def test_ample_memory_keeps_them_and_nvme_can_be_asked_for() -> None:
-    assert set(planned(512 * GIB).tiers.gradients.values()) == {"host"}
+    assert set(gradient_tiers(planned(512 * GIB)).values()) == {"host"}
     plan = planned(512 * GIB, gradients="nvme", accumulation=1)
-    assert set(plan.tiers.gradients.values()) == {"nvme"}
+    assert set(gradient_tiers(plan).values()) == {"nvme"}
     assert plan.nbytes("nvme", "gradient") == 2 * sum(unit.numel for unit in laid_out()[0])
 
 

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.peaks import PeakBytes
+from tests.support.plan_requests import gradient_tiers, param_tiers
 from tests.support.plan_requests import plan_request as request
 from tests.support.units import make_unit
 from tiered_zero.errors import ConfigError, PlanError
 from tiered_zero.layout.flat import Unit
-from tiered_zero.plan.placement import place_params
 from tiered_zero.plan.planner import Plan, make_plan
 from tiered_zero.plan.request import NUM_STATE_STAGING, PlanRequest, SubGroupSize
 from tiered_zero.plan.staging import (
@@ -92,8 +92,8 @@ def test_every_row_of_every_placement(param_tier: str, optimizer_tier: str, sums
     for tier in TIERS:
         assert plan.nbytes(tier) == sum(nbytes for (where, _), nbytes in expected.items() if where == tier)
     assert plan.tiers.state == [optimizer_tier] * 2
-    assert plan.tiers.gradients == dict.fromkeys(range(4), gradient_tier)
-    assert {unit.index: plan.tiers.params[unit.index] for unit in some_units()} == {
+    assert gradient_tiers(plan) == dict.fromkeys(range(4), gradient_tier)
+    assert param_tiers(plan) == {
         0: param_tier, 1: param_tier, 2: param_tier, 3: "device", 4: param_tier
     }  # fmt: skip
 
@@ -178,7 +178,7 @@ def test_fast_tiers_are_filled_with_embeddings_and_then_in_the_order_of_the_forw
     units, sizes = spread()
     plan = make_plan(units, sizes, request("host", "nvme", state_limits={"device": 18 * K, "host": 23 * K}))
     assert plan.tiers.state == ["device", *["host"] * 3, *["nvme"] * 2, *["device"] * 2]
-    assert plan.tiers.gradients == {0: "host", 1: "host", 2: "host", 3: "device"}
+    assert gradient_tiers(plan) == {0: "host", 1: "host", 2: "host", 3: "device"}
     found = rows(plan)
     assert [found[tier, "state"] for tier in TIERS] == [18 * K, 18 * K, 12 * K]
     assert [found.get((tier, "gradient"), 0) for tier in TIERS] == [4 * K, 12 * K, 0]
@@ -199,7 +199,7 @@ def test_gradients_that_go_back_to_the_device_are_planned(sums: bool) -> None:
     big = make_unit(0, [8 * K], torch.bfloat16)
     sizes = [subgroup(84 * K, {0: 7 * K}), subgroup(12 * K, {0: K})]
     plan = make_plan([big], sizes, request("host", "host", sums_gradients=sums, state_limits={"device": 84 * K}))
-    assert plan.tiers.gradients == {0: "host"}, "a unit that is split"
+    assert gradient_tiers(plan) == {0: "host"}, "a unit that is split"
     assert plan.in_flight_nbytes == max(16 * K, 7 * K * (4 if sums else 2))
 
 
@@ -306,22 +306,19 @@ def test_a_module_inside_a_module_is_in_use_with_it() -> None:
 )
 def test_max_in_cpu_is_kept_to_within_one_unit(numels: list[int], room: int) -> None:
     units = [make_unit(index, [numel], torch.bfloat16) for index, numel in enumerate(numels)]
-    tiers = place_params(units, request("nvme", param={"max_in_cpu": room}))
+    tiers = param_tiers(make_plan(units, [], request("nvme", param={"max_in_cpu": room})))
     on_host = sum(numel for index, numel in enumerate(numels) if tiers[index] == "host")
     assert on_host <= room
     left = [numel for index, numel in enumerate(numels) if tiers[index] == "nvme"]
     assert not left or on_host + min(left) > room, "no unit is left on nvme that still had room"
-    assert place_params(units, request("host", param={"max_in_cpu": room})) == dict.fromkeys(range(len(units)), "host")
+    on_host_alone = make_plan(units, [], request("host", param={"max_in_cpu": room}))
+    assert set(param_tiers(on_host_alone).values()) == {"host"}
 
 
 def test_the_first_units_stay_in_host_memory() -> None:
     units = [make_unit(index, [K]) for index in range(4)]
-    assert place_params(units, request("nvme", param={"max_in_cpu": 2 * K})) == {
-        0: "host",
-        1: "host",
-        2: "nvme",
-        3: "nvme",
-    }
+    plan = make_plan(units, [], request("nvme", param={"max_in_cpu": 2 * K}))
+    assert param_tiers(plan) == {0: "host", 1: "host", 2: "nvme", 3: "nvme"}
 
 
 # -- limits ------------------------------------------------------------------------------------------------------------

@@ -63,8 +63,14 @@ def plan_of(
     )
 
 
+def changed(plan: Plan, **fields: Any) -> Plan:
+    """Change fields of every unit's placement."""
+    units = tuple(replace(placed, **fields) for placed in plan.tiers.units)
+    return replace(plan, tiers=replace(plan.tiers, units=units))
+
+
 def work(plan: Plan, **fields: Any) -> Work:
-    return Work(tokens=100, forward_flops=forward_flops(plan.units, 100), **fields)
+    return Work(tokens=100, forward_flops=forward_flops(plan.tiers.units, 100), **fields)
 
 
 def machine(plan: Plan, *, compute_s: float = 0.0, disk_s: float = 0.0, update_s: float = 0.0) -> Machine:
@@ -98,14 +104,15 @@ def test_compute_alone_takes_three_forwards_a_micro_batch(state: str) -> None:
 
 def test_frozen_weights_have_no_gradient_to_compute() -> None:
     plan = plan_of("device")
-    frozen = [replace(unit, gradients=("", 0), state={}) for unit in plan.units[: NUM_UNITS // 2]]
-    half = replace(plan, units=(*frozen, *plan.units[NUM_UNITS // 2 :]))
+    units = plan.tiers.units
+    frozen = [replace(placed, gradient_tier="", gradient_nbytes=0, state={}) for placed in units[: NUM_UNITS // 2]]
+    half = replace(plan, tiers=replace(plan.tiers, units=(*frozen, *units[NUM_UNITS // 2 :])))
     assert seconds(half, compute_s=3.0) == pytest.approx(2.5, rel=1e-3)
 
 
 def test_gradients_on_nvme_are_read_by_the_next_micro_batch_and_the_update() -> None:
     plan, nbytes, rate = plan_of(clips=True), 4 * NUMEL, 1e6
-    plan = replace(plan, units=tuple(replace(unit, gradients=("nvme", nbytes)) for unit in plan.units))
+    plan = changed(plan, gradient_tier="nvme", gradient_nbytes=nbytes)
     disk = Disk(path="", read_bytes_per_s=rate, write_bytes_per_s=rate, mixed_bytes_per_s=rate)
     step = predict_step(plan, work(plan, accumulation=4), replace(MACHINE, disks=(disk,)), finds_hidden=False)
     expected = plan.nbytes("nvme", "state") + 4 * nbytes * NUM_UNITS
@@ -166,9 +173,7 @@ def test_the_update_of_state_counts_for_the_tier_that_has_it() -> None:
 
 
 def test_a_disk_that_is_slow_both_ways_reads_alone_at_its_rate() -> None:
-    plan = plan_of("device")
-    units = (replace(unit, params=("nvme", 2 * NUMEL), is_paged=True) for unit in plan.units)
-    plan = replace(plan, units=tuple(units))
+    plan = changed(plan_of("device"), param_tier="nvme", param_nbytes=2 * NUMEL, is_resident=False)
     disk = Disk(path="", read_bytes_per_s=1e6, write_bytes_per_s=1e6, mixed_bytes_per_s=0.5e6)
     step = predict_step(plan, work(plan), replace(MACHINE, disks=(disk,)), finds_hidden=False)
     assert step.seconds == pytest.approx(step.by_resource["disk read"], rel=1e-3)

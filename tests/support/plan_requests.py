@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tiered_zero.config.load import load
+from tiered_zero.plan.planner import Plan
 from tiered_zero.plan.request import PlanRequest
 
 DEVICES = {"device": "none", "host": "cpu", "nvme": "nvme"}
@@ -51,3 +52,13 @@ def plan_request(
         }
     )
     return PlanRequest(config=config, **facts)
+
+
+def param_tiers(plan: Plan) -> dict[int, str]:
+    """Unit index -> tier of its parameters."""
+    return {placed.unit.index: placed.param_tier for placed in plan.tiers.units}
+
+
+def gradient_tiers(plan: Plan) -> dict[int, str]:
+    """Index of a unit with gradients -> their tier."""
+    return {placed.unit.index: placed.gradient_tier for placed in plan.tiers.units if placed.gradient_tier}

@@ -40,6 +40,7 @@ from tiered_zero.layout.buckets import Bucket, cut_buckets
 from tiered_zero.layout.flat import Unit
 from tiered_zero.native.norms import GradNorm
 from tiered_zero.native.update import num_kernel_threads
+from tiered_zero.plan.planner import Plan
 from tiered_zero.plan.request import PlanRequest
 from tiered_zero.rules.lr import build_scheduler
 from tiered_zero.rules.native_rules import open_kernel
@@ -91,11 +92,9 @@ def build(
             run_spec.config,
             run_spec.plan,
             runtime,
-            run_spec.slots,
             run_spec.layouts,
             resources,
             model_name=type(run_spec.model).__name__,
-            units=run_spec.units,
             adopted=source.directories,
         )
         step, state = _make_step(run_spec, machine, handle, resources)
@@ -251,7 +250,7 @@ def _make_step(
     if reducer is not None:
         resources.add("gradients", reducer.close)
     params = UnitParameters(inventory, runtime, lambda unit: pager.storage(unit).flat)
-    pipeline = UpdatePipeline(view, runtime, params, _paged_gradients(run_spec))
+    pipeline = UpdatePipeline(view, runtime, params, _paged_gradients(plan))
     whole = _make_whole(run_spec, runtime, pager)
     policy = _make_policy(run_spec, pipeline, pager, whole, gradients)
     resources.add("prefetch", pipeline.cancel_prefetch)
@@ -315,8 +314,8 @@ def _make_gradients(
     """Make the gradient store, with a home for every gradient, and the reducer; with one rank the reducer is None."""
     plan, tiers, runtime = run_spec.plan, machine.tiers, machine.runtime
     request = plan.request
-    trainable = [unit for unit in run_spec.units if unit.trainable]
-    on_device = {index for index, tier in plan.tiers.gradients.items() if tier == "device"}
+    trained = [placed for placed in plan.tiers.units if placed.unit.trainable]
+    trainable = [placed.unit for placed in trained]
     windows = None
     if tiers.gradient_windows is not None:
         in_backward = plan.update_policy.optimizer_in_backward
@@ -327,16 +326,16 @@ def _make_gradients(
             cuts.setdefault(segment.unit, []).append(segment.unit_start)
     units = [
         UnitGradients.reserve(
-            unit,
-            tiers.tier(plan.tiers.gradients[unit.index], "gradient"),
-            nbytes=request.gradient_nbytes(unit),
-            dtype=torch.float32 if request.sums_gradients else unit.dtype,
+            placed.unit,
+            tiers.tier(placed.gradient_tier, "gradient"),
+            nbytes=placed.gradient_nbytes,
+            dtype=torch.float32 if request.sums_gradients else placed.unit.dtype,
             has_spare=plan.delayed,
-            shard=unit.shard(request.rank) if request.shards_gradients else None,
+            shard=placed.unit.shard(request.rank) if request.shards_gradients else None,
             windows=windows,
-            cuts=cuts.get(unit, ()),
+            cuts=cuts.get(placed.unit, ()),
         )
-        for unit in trainable
+        for placed in trained
     ]
     entries = {
         param: (unit, entry)
@@ -354,17 +353,17 @@ def _make_gradients(
     slots = [tier.reserve(f"bucket/{index}", size.nbytes, "bucket") for index in range(size.count)]
     memory = [own_bytes(slot)[: size.nbytes] for slot in slots]
     buckets = cut_buckets(trainable, request.world_size, request.bucket_numel)
-    reduction = _make_reduction(run_spec.config, request, buckets, on_device=len(on_device) == len(trainable))
+    on_device = all(placed.gradient_tier == "device" for placed in trained)
+    reduction = _make_reduction(run_spec.config, request, buckets, on_device=on_device)
     return store, GradientReducer(store, units, runtime, memory, reduction)
 
 
-def _paged_gradients(run_spec: RunSpec) -> dict[Unit, torch.dtype]:
+def _paged_gradients(plan: Plan) -> dict[Unit, torch.dtype]:
     """Return unit -> dtype of the gradients, for units with gradients on NVMe."""
-    plan = run_spec.plan
     return {
-        unit: torch.float32 if plan.request.sums_gradients else unit.dtype
-        for unit in run_spec.units
-        if plan.tiers.gradients.get(unit.index) == "nvme"
+        placed.unit: torch.float32 if plan.request.sums_gradients else placed.unit.dtype
+        for placed in plan.tiers.units
+        if placed.gradient_tier == "nvme"
     }
 
 
@@ -474,4 +473,4 @@ def _make_commits(run_spec: RunSpec, machine: OpenMachine, state: RunState) -> C
     found = [tiers.nvme["state"]] if plan.nbytes("nvme", "state") else []
     found += [tiers.nvme["param"]] if plan.nbytes("nvme", "commit_param") else []
     stores = [*dict.fromkeys(found)]
-    return Commits(state, stores, machine.copy_homes, run_fingerprint(config, plan, run_spec.slots, run_spec.layouts))
+    return Commits(state, stores, machine.copy_homes, run_fingerprint(config, plan, run_spec.layouts))

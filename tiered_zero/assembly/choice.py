@@ -334,7 +334,7 @@ def make_predictor(
     def predict(plan: Plan) -> StepSeconds:
         work = Work(
             tokens=tokens,
-            forward_flops=forward_flops(plan.units, tokens, length=length, width=width) - 2.0 * tokens * idle,
+            forward_flops=forward_flops(plan.tiers.units, tokens, length=length, width=width) - 2.0 * tokens * idle,
             accumulation=config.gradient_accumulation_steps,
             dtype=dtype,
             num_block_elements=tokens * width,

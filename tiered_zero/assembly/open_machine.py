@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,7 @@ from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.hardware.ranks.launcher import launch_name, local_rank, num_restarts
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.io.select import preflight_directory
-from tiered_zero.layout.flat import Unit
-from tiered_zero.plan.placement import PlannedSlot
+from tiered_zero.plan.placement import BUFFERS
 from tiered_zero.plan.planner import Plan
 from tiered_zero.record.directory import clear_restarted, leftover_notices, make_missing
 from tiered_zero.rules.rule import UpdateRule
@@ -86,9 +85,7 @@ def find_source(run_spec: RunSpec, collectives: Collectives) -> Source:
     warnings = check_directories(keys)
     resume = config.tiered_zero.checkpoint.resume
     found = None if resume is None else find_together(collectives, resume, partial(_find, resume, warnings))
-    adoption = (
-        None if found is None else adopt(found, collectives, config, run_spec.plan, run_spec.slots, run_spec.layouts)
-    )
+    adoption = None if found is None else adopt(found, collectives, config, run_spec.plan, run_spec.layouts)
     warnings += clear_directories(keys, () if adoption is None else adoption.paths)
     weights = WeightFiles(config.tiered_zero.weights) if config.tiered_zero.weights else None
     if weights is not None:
@@ -139,25 +136,24 @@ def open_machine(
     config: Config,
     plan: Plan,
     runtime: Runtime,
-    slots: Iterable[PlannedSlot],
     layouts: Sequence[StateLayout],
     resources: Teardown,
     *,
     model_name: str,
-    units: Sequence[Unit] = (),
     adopted: Mapping[tuple[str, ...], AdoptedStore] = MappingProxyType({}),
 ) -> OpenMachine:
-    """Allocate the host memory and files of the plan, and reserve `slots`, which name `units` and `layouts` by index.
+    """Allocate the host memory and files of the plan, and reserve its slots, which name `layouts` by index.
     `resources`: gets the functions that free them. `model_name`: is written to the owner file. `adopted`: swap paths ->
     the committed state to resume."""
     tiers = TierRack(config, plan, runtime, resources, model_name=model_name, adopted=adopted)
     inventory = Inventory()
     copy_homes: dict[int, Home] = {}
-    starts = {index: units[index].shard(plan.request.rank).start for index in plan.tiers.sharded}
-    for slot in slots:
+    units = [placed.unit for placed in plan.tiers.units]
+    for slot in plan.slots:
         of_param = slot.kind in ("param", "param_back")
         tier = tiers.tier(slot.tier, "param" if of_param else "state")
-        start = starts.get(slot.index, 0) if of_param or slot.kind == "commit_copy" else 0
+        is_shard = plan.request.shards_params and slot.kind != "state" and slot.index != BUFFERS
+        start = units[slot.index].shard(plan.request.rank).start if is_shard else 0
         home = Home(tier, tier.reserve(slot.name, slot.nbytes, slot.kind, num_durable=slot.num_durable), start)
         if slot.kind == "commit_copy":
             copy_homes[slot.index] = home

@@ -24,7 +24,6 @@ from tiered_zero.layout.flat import CUT_NUMEL, ParamSpec, Unit, UnitRules, find_
 from tiered_zero.layout.subgroups import MAX_SUB_GROUP_NUMEL, MAX_SUB_GROUPS, SubGroup, cut_subgroups, sub_group_numel
 from tiered_zero.native.update import num_kernel_threads
 from tiered_zero.plan.machine import Machine
-from tiered_zero.plan.placement import PlannedSlot, list_slots
 from tiered_zero.plan.planner import Plan, make_plan
 from tiered_zero.plan.request import (
     Limits,
@@ -71,7 +70,6 @@ class RunSpec:
     """Name of a parameter that the optimizer holds -> the index of its param group."""
     rule: UpdateRule
     subgroups: list[SubGroup]
-    sizes: list[SubGroupSize]
     plan: Plan
     sub_group_numel: int
     """The size, in elements, at which sub-groups are cut."""
@@ -88,12 +86,6 @@ class RunSpec:
         """The layout of each sub-group's slot."""
         groups, masters = self.source.param_groups, master_format(self.plan.request.state_format)
         return [StateLayout(subgroup, self.rule, groups, masters) for subgroup in self.subgroups]
-
-    @cached_property
-    def slots(self) -> list[PlannedSlot]:
-        """The slots of units, sub-groups and durable copies."""
-        plan = self.plan
-        return list_slots(self.units, self.sizes, plan.tiers, plan.request, delayed=plan.delayed)
 
     @cached_property
     def trained(self) -> frozenset[str]:
@@ -208,7 +200,8 @@ def _specify(config: Config, *, cut: _Cut, machine: PlannedMachine, ranks: Colle
         if half >= numel or plan.missing_nbytes("host") <= 0 or not plan.staging.state.count:
             break
         numel = half
-    check_params(master_format(request.state_format), subgroups, plan.tiers.params, plan.tiers.state)
+    param_tiers = {placed.unit: placed.param_tier for placed in plan.tiers.units}
+    check_params(master_format(request.state_format), subgroups, param_tiers, plan.tiers.state)
     return RunSpec(
         config=config,
         effective_config=effective,
@@ -219,7 +212,6 @@ def _specify(config: Config, *, cut: _Cut, machine: PlannedMachine, ranks: Colle
         group_of=cut.group_of,
         rule=rule,
         subgroups=subgroups,
-        sizes=sizes,
         plan=plan,
         sub_group_numel=numel,
     )
@@ -322,7 +314,7 @@ def _facts(run_spec: RunSpec) -> dict[str, Any]:
         "tiered_zero.checkpoint.resume, a directory that all hosts share, or null": (
             None if settings.checkpoint.resume is None else "a directory"
         ),
-        "tiers of parameters": {units[index].name: tier for index, tier in plan.tiers.params.items()},
+        "tiers of parameters": {placed.unit.name: placed.param_tier for placed in plan.tiers.units},
     }
 
 
@@ -458,7 +450,7 @@ def _params_notices(run_spec: RunSpec) -> Iterator[str]:
         yield moved
     if "stage3_param_persistence_threshold" in zero.model_fields_set and zero.stage3_param_persistence_threshold:
         key = "zero_optimization.stage3_param_persistence_threshold"
-        if run_spec.plan.tiers.sharded:
+        if run_spec.plan.request.shards_params:
             yield f"{key}: no parameter stays whole with many ranks; small ones are gathered with their block"
         elif splits_masters_off_device(run_spec.effective_config):
             yield f"{key}: no parameter stays on the device with bf16_remainder, as each is half of its master"
@@ -520,7 +512,7 @@ def _size_notices(run_spec: RunSpec) -> Iterator[str]:
             f"zero_optimization.reduce_bucket_size: {zero.reduce_bucket_size} is a limit; buckets have "
             f"{request.bucket_numel} elements"
         )
-    paged = [unit for unit in run_spec.units if not plan.tiers.is_resident(unit)]
+    paged = [placed.unit for placed in plan.tiers.units if not placed.is_resident]
     if not paged and run_spec.effective_config.zero_optimization.offload_param.device != "none":
         yield (
             "zero_optimization.offload_param has nothing to move: no parameter has more than "

@@ -255,7 +255,7 @@ def check_async(config: Config, plan: Plan) -> None:
     settings = config.tiered_zero
     if not settings.checkpoint.async_save or settings.checkpoint.in_place:
         return
-    needs_params = settings.state_format == "bf16_remainder" and "nvme" in plan.tiers.params.values()
+    needs_params = settings.state_format == "bf16_remainder" and plan.nbytes("nvme", "param")
     if "nvme" in plan.tiers.state or needs_params:
         # the next update would overwrite bytes that the save has not read yet
         what = "parameters, which are half of the masters," if needs_params else "optimizer state"

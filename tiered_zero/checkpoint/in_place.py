@@ -66,7 +66,7 @@ from tiered_zero.config.schema import Config
 from tiered_zero.errors import ModelError, StoreError
 from tiered_zero.hardware.ranks.collectives import Collectives, agree
 from tiered_zero.layout.flat import Unit
-from tiered_zero.plan.placement import BUFFERS, PlannedSlot
+from tiered_zero.plan.placement import BUFFERS
 from tiered_zero.plan.planner import Plan
 from tiered_zero.record.store import SwapStore
 from tiered_zero.rules.state_layout import StateLayout
@@ -359,7 +359,6 @@ def adopt(
     ranks: Collectives,
     config: Config,
     plan: Plan,
-    slots: Sequence[PlannedSlot],
     layouts: list[StateLayout],
 ) -> Adoption | None:
     """Check whether this run can adopt the in-place commit `found`: it must commit in place, and every rank must lay
@@ -386,7 +385,7 @@ def adopt(
         parts = (part for entry in commit.checkpoint.tensors.values() for part in entry.parts)
         if any(source.record.startswith("param_back/") for part in parts for source in part.sources):
             return "the delayed update had left parameters in their second home"
-        if own.layout != run_fingerprint(config, plan, slots, layouts):
+        if own.layout != run_fingerprint(config, plan, layouts):
             return "this run lays its state out in another way (placement, sub_group_size, state_format or nvme_path)"
         return ""
 
@@ -416,7 +415,7 @@ def adopt(
     )
 
 
-def run_fingerprint(config: Config, plan: Plan, slots: Iterable[PlannedSlot], layouts: Sequence[StateLayout]) -> str:
+def run_fingerprint(config: Config, plan: Plan, layouts: Sequence[StateLayout]) -> str:
     """Return a hash of everything that decides where bytes lie in this rank's records. A run can adopt an in-place
     commit only if the hashes are equal."""
     subgroups = [
@@ -439,7 +438,7 @@ def run_fingerprint(config: Config, plan: Plan, slots: Iterable[PlannedSlot], la
         }
         for layout in layouts
     ]
-    places = [[slot.name, slot.nbytes, slot.num_durable] for slot in slots if slot.num_durable]
+    places = [[slot.name, slot.nbytes, slot.num_durable] for slot in plan.slots if slot.num_durable]
     needs = nvme_needs(config, plan)
     own = committing_paths(config, plan)
     stores = sorted([[os.path.abspath(path) for path in paths], needs.get(paths, 0)] for paths in own)

@@ -32,7 +32,7 @@ _NO_ESTIMATE = (
 def written_per_commit(run: RunSpec) -> int:
     """Return the bytes that one in-place commit copies from memory to disk."""
     # frozen values have one place on disk, written once
-    return sum(slot.nbytes for slot in run.slots if slot.kind == "commit_copy" and slot.num_durable > 1)
+    return sum(slot.nbytes for slot in run.plan.slots if slot.kind == "commit_copy" and slot.num_durable > 1)
 
 
 def directory_needs(run: RunSpec, ranks: int = 1, activation_nbytes: int = 0) -> list[dict[str, Any]]:

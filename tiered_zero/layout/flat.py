@@ -122,6 +122,17 @@ class Unit:
         """The number of elements without padding."""
         return sum(entry.param.numel for entry in self.entries)
 
+    @cached_property
+    def products_numel(self) -> int:
+        """The number of elements that matrix products read: all but those of embeddings that are only looked up."""
+        params = (entry.param for entry in self.entries)
+        return sum(param.numel for param in params if param.aliases or not param.embedding)
+
+    @cached_property
+    def is_tied(self) -> bool:
+        """Whether the unit holds an embedding that is also the weight of a matrix product."""
+        return any(entry.param.embedding and entry.param.aliases for entry in self.entries)
+
     def shard(self, rank: int) -> range:
         """Return the elements of the flat that `rank` owns."""
         return range(self.bounds[rank], self.bounds[rank + 1])

@@ -31,7 +31,6 @@ from tiered_zero.layout.subgroups import AUTO_SUB_GROUP_NUMEL, SubGroup, pack_pa
 from tiered_zero.native.update import num_kernel_threads
 from tiered_zero.optim.state_files import STAND_IN, StateFiles, write_state
 from tiered_zero.optim.user_params import UserParameters
-from tiered_zero.plan.placement import list_slots
 from tiered_zero.plan.planner import Plan, make_plan
 from tiered_zero.plan.request import PlanRequest, SubGroupSize, limit_of
 from tiered_zero.rules.from_config import make_rule
@@ -400,7 +399,7 @@ def _open_run(source: Optimizer, owner: Optimizer, config: Config) -> _Run:
     threads = num_kernel_threads(shares_cores=params.device.type == "cpu")
     rule = make_rule(source, config.tiered_zero.state_format, num_threads=threads)
     layouts = _lay_out(params, rule, groups, config)
-    plan, in_buffers = _plan(params, layouts, config)
+    plan = _plan(params, layouts, config)
     offload = config.zero_optimization.offload_optimizer
     keys = {offload.nvme_paths: "offload.nvme_path"} if offload.device == "nvme" else {}
     for line in (*check_directories(keys), *clear_directories(keys)):
@@ -409,9 +408,8 @@ def _open_run(source: Optimizer, owner: Optimizer, config: Config) -> _Run:
         accelerator = build_accelerator(str(params.device))
         runtime = open_runtime(plan, rule, accelerator, Collectives(), resources)
         params.connect(accelerator)
-        slots = list_slots([], in_buffers, plan.tiers, plan.request, delayed=False)
         name = type(source).__name__
-        machine = open_machine(config, plan, runtime, slots, layouts, resources, model_name=name)
+        machine = open_machine(config, plan, runtime, layouts, resources, model_name=name)
         by_index = {s.unit.index: s.unit for layout in layouts for s in layout.subgroup.segments}
         units = [unit for _, unit in sorted(by_index.items())]
         named = {spec.name: param for param, (spec, _) in zip(params.params, params.specs, strict=True)}
@@ -431,9 +429,8 @@ def _open_run(source: Optimizer, owner: Optimizer, config: Config) -> _Run:
         )
 
 
-def _plan(params: UserParameters, layouts: Sequence[StateLayout], config: Config) -> tuple[Plan, list[SubGroupSize]]:
-    """Plan the tiers within this process's share of host memory. Return the plan and the size of each sub-group. Raises
-    PlanError."""
+def _plan(params: UserParameters, layouts: Sequence[StateLayout], config: Config) -> Plan:
+    """Plan the tiers within this process's share of host memory. Raises PlanError."""
     staged = [params.staged(layout.subgroup.segments) for layout in layouts]
     in_buffers = [
         SubGroupSize(state_nbytes=layout.nbytes, parts={segment.unit.index: segment.numel for segment in segments})
@@ -446,7 +443,7 @@ def _plan(params: UserParameters, layouts: Sequence[StateLayout], config: Config
     units = {segment.unit.index: segment.unit for segments in staged for segment in segments}
     plan = make_plan(list(units.values()), in_buffers, request)
     plan.check()
-    return plan, in_buffers
+    return plan
 
 
 def _lay_out(

@@ -2,58 +2,55 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from tiered_zero.layout.flat import Unit
 from tiered_zero.plan.request import PlanRequest, SubGroupSize
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlacedUnit:
+    """The tiers on which a unit's bytes rest. `param_nbytes`: of its parameters in their home. `is_resident`: whether
+    the whole unit stays on the device at all times. `gradient_tier`: "device" if all the unit's state is there; "" if
+    the unit has no gradients. `gradient_nbytes`: of one step. `state`: tier -> bytes of masters and state."""
+
+    unit: Unit
+    param_tier: str
+    param_nbytes: int
+    is_resident: bool
+    gradient_tier: str
+    gradient_nbytes: int
+    state: Mapping[str, int]
+
+    @property
+    def back_tier(self) -> str:
+        """The tier to which the delayed update writes the unit's new parameters."""
+        return "host" if self.is_resident else self.param_tier
+
+    @property
+    def gradients_leave(self) -> bool:
+        """Whether the unit's gradients rest on another tier than the device."""
+        return self.gradient_tier in ("host", "nvme")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The tiers of all parameters, optimizer state and gradients."""
+    """The tiers of all parameters, gradients and optimizer state. `units`: in the order of a forward. `state`: the tier
+    of each of `subgroups`."""
 
-    params: Mapping[int, str]  # unit index -> tier; a whole unit on "device" never leaves it
-    state: Sequence[str]  # the tier of each sub-group's state
-    gradients: Mapping[int, str]  # index of a trainable unit -> tier; "device" if all the unit's state is there
-    sharded: frozenset[int] = frozenset()  # indices of units; a rank keeps only its shard of each
+    units: tuple[PlacedUnit, ...]
+    subgroups: Sequence[SubGroupSize]
+    state: Sequence[str]
 
-    def is_resident(self, unit: Unit) -> bool:
-        """Return whether the whole unit stays on the device at all times."""
-        return self.params[unit.index] == "device" and unit.index not in self.sharded
+    @property
+    def subgroups_on_device(self) -> list[SubGroupSize]:
+        return [subgroup for subgroup, tier in self.placed_subgroups() if tier == "device"]
 
-    def home_nbytes(self, unit: Unit) -> int:
-        """Return the bytes of the unit's parameters in their home."""
-        return unit.shard_nbytes if unit.index in self.sharded else unit.nbytes
-
-    def back_tier(self, unit: Unit) -> str:
-        """Return the tier to which the delayed update writes the unit's new parameters."""
-        return "host" if self.is_resident(unit) else self.params[unit.index]
-
-
-def place(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request: PlanRequest) -> Placement:
-    """Choose the tiers of all parameters, state and gradients. Limits are checked later, when the plan is complete."""
-    state = place_state(subgroups, request)
-    return Placement(
-        params=place_params(units, request),
-        state=state,
-        gradients=_place_gradients(units, subgroups, state, request.state_tier),
-        sharded=frozenset(unit.index for unit in units) if request.shards_params else frozenset(),
-    )
-
-
-def place_params(units: Sequence[Unit], request: PlanRequest) -> dict[int, str]:
-    """Choose the tier of each unit's parameters; return unit index -> tier."""
-    tiers: dict[int, str] = {}
-    slowest, room = request.param_tier, request.config.zero_optimization.offload_param.max_in_cpu
-    for unit in units:
-        tier = "device" if unit.persistent else slowest
-        if tier == "nvme" and unit.params_numel <= room:  # `max_in_cpu` elements stay in host memory
-            tier = "host"
-            room -= unit.params_numel
-        tiers[unit.index] = tier
-    return tiers
+    def placed_subgroups(self) -> Iterator[tuple[SubGroupSize, str]]:
+        """Iterate over (sub-group, tier of its state)."""
+        return zip(self.subgroups, self.state, strict=True)
 
 
 def place_state(subgroups: Sequence[SubGroupSize], request: PlanRequest) -> list[str]:
@@ -78,47 +75,64 @@ def place_state(subgroups: Sequence[SubGroupSize], request: PlanRequest) -> list
     return tiers
 
 
-def _place_gradients(
-    units: Sequence[Unit], subgroups: Sequence[SubGroupSize], state_tiers: Sequence[str], last: str
-) -> dict[int, str]:
-    """Place each trainable unit's gradients on the device if all its state is there, else in host memory. Return unit
-    index -> tier. `last`: the tier of state for units without a sub-group."""
-    tiers_of: dict[int, set[str]] = {}
-    for subgroup, tier in zip(subgroups, state_tiers, strict=True):
-        for index in subgroup.parts:
-            tiers_of.setdefault(index, set()).add(tier)
-    return {
-        unit.index: "device" if tiers_of.get(unit.index, {last}) == {"device"} else "host"
-        for unit in units
-        if unit.trainable
-    }
-
-
-def gradients_to_nvme(
-    tiers: Placement,
+def place(
     units: Sequence[Unit],
     subgroups: Sequence[SubGroupSize],
-    nbytes_of: Callable[[Unit], int],
-    host_nbytes: int,
+    state_tiers: Sequence[str],
+    request: PlanRequest,
+    *,
+    host_gradients_nbytes: int,
+    delayed: bool = False,
 ) -> Placement:
-    """Move gradients from host memory to nvme, except the first `host_nbytes` of them. Return the new placement.
-    `nbytes_of`: returns the bytes of a unit's gradients."""
-    split = {
-        index
-        for subgroup, tier in zip(subgroups, tiers.state, strict=True)
-        for index in subgroup.parts
-        if tier == "device"
-    }
-    gradients = dict(tiers.gradients)
+    """Choose the tiers of parameters and gradients. Limits are checked later, when the plan is complete.
+
+    Gradients rest on the device if all the unit's state is there, else in host memory, and on nvme beyond
+    `host_gradients_nbytes`. `state_tiers`: the tier of each sub-group's state. `delayed`: whether gradients are held
+    twice, for the delayed update.
+    """
+    state = _state_by_unit(subgroups, state_tiers)
+    slowest, param_room = request.param_tier, request.config.zero_optimization.offload_param.max_in_cpu
+    gradient_room = host_gradients_nbytes
+    placed = []
     for unit in units:
-        nbytes = nbytes_of(unit)
-        if gradients.get(unit.index) != "host" or not nbytes:
-            continue
-        if nbytes <= host_nbytes:  # the first units are updated first
-            host_nbytes -= nbytes
-        elif unit.index not in split:  # state on the device is updated from gradients in host memory
-            gradients[unit.index] = "nvme"
-    return replace(tiers, gradients=gradients)
+        own = state[unit.index]
+        param_tier = "device" if unit.persistent else slowest
+        if param_tier == "nvme" and unit.params_numel <= param_room:  # `max_in_cpu` elements stay in host memory
+            param_tier = "host"
+            param_room -= unit.params_numel
+        gradient_tier, gradient_nbytes = "", 0
+        if unit.trainable:
+            gradient_tier = "device" if (set(own) or {request.state_tier}) == {"device"} else "host"
+            gradient_nbytes = request.gradient_nbytes(unit)
+        held_nbytes = (2 if delayed else 1) * gradient_nbytes
+        if gradient_tier == "host" and held_nbytes <= gradient_room:  # the first units are updated first
+            gradient_room -= held_nbytes
+        elif gradient_tier == "host" and "device" not in own:  # the device takes gradients from host memory only
+            gradient_tier = "nvme"
+        placed.append(
+            PlacedUnit(
+                unit=unit,
+                param_tier=param_tier,
+                param_nbytes=unit.shard_nbytes if request.shards_params else unit.nbytes,
+                is_resident=param_tier == "device" and not request.shards_params,
+                gradient_tier=gradient_tier,
+                gradient_nbytes=gradient_nbytes,
+                state=own,
+            )
+        )
+    return Placement(units=tuple(placed), subgroups=subgroups, state=state_tiers)
+
+
+def _state_by_unit(subgroups: Sequence[SubGroupSize], state_tiers: Sequence[str]) -> defaultdict[int, dict[str, int]]:
+    """Return unit index -> tier -> the unit's bytes of masters and state there."""
+    state = defaultdict[int, dict[str, int]](dict)
+    for subgroup, tier in zip(subgroups, state_tiers, strict=True):
+        left_nbytes, left_numel = subgroup.state_nbytes, sum(subgroup.parts.values())
+        for index, numel in subgroup.parts.items():
+            share = left_nbytes * numel // max(1, left_numel)
+            state[index][tier] = state[index].get(tier, 0) + share
+            left_nbytes, left_numel = left_nbytes - share, left_numel - numel
+    return state
 
 
 COMMIT_KINDS = {"param": "commit_param", "param_back": "commit_param", "state": "commit"}
@@ -153,101 +167,48 @@ class PlannedSlot:
         return [(self.kind, self.nbytes), *[(COMMIT_KINDS.get(self.kind, self.kind), self.nbytes)] * more]
 
 
-def list_slots(
-    units: Sequence[Unit],
-    subgroups: Sequence[SubGroupSize],
-    tiers: Placement,
-    request: PlanRequest,
-    *,
-    delayed: bool,
-) -> list[PlannedSlot]:
+def list_slots(tiers: Placement, request: PlanRequest, *, delayed: bool) -> list[PlannedSlot]:
     """List the slots of a run in the order in which they are reserved: units, sub-groups, buffers. `delayed`: whether
     each unit that is updated has a second slot for parameters."""
     commits, is_half = request.config.tiered_zero.checkpoint.in_place, request.state_format == "bf16_remainder"
-    held = {index for subgroup in subgroups for index in subgroup.parts}
     slots: list[PlannedSlot] = []
 
     def add(kind: str, index: int, nbytes: int, tier: str, num_durable: int) -> None:
         on_disk = num_durable if tier == "nvme" else 0
         slots.append(PlannedSlot(kind=kind, index=index, nbytes=nbytes, tier=tier, num_durable=on_disk))
 
-    for unit in units:
-        index, nbytes, tier = unit.index, tiers.home_nbytes(unit), tiers.params[unit.index]
+    for placed in tiers.units:
+        index, nbytes, tier, held = placed.unit.index, placed.param_nbytes, placed.param_tier, bool(placed.state)
         # A commit holds what state does not give: parameters outside of sub-groups, or all parameters if they are a
         # part of their masters (bf16_remainder). What rests in memory has a copy on nvme.
-        num_durable = 0 if not commits or (index in held and not is_half) else 1 + (index in held)
-        if not tiers.is_resident(unit):
+        num_durable = 0 if not commits or (held and not is_half) else 1 + held
+        if not placed.is_resident:
             add("param", index, nbytes, tier, num_durable)
-        if delayed and index in held:
-            add("param_back", index, nbytes, tiers.back_tier(unit), num_durable)
+        if delayed and held:
+            add("param_back", index, nbytes, placed.back_tier, num_durable)
         if num_durable and tier != "nvme":
             add("commit_copy", index, nbytes, "nvme", num_durable)
-    for index, (subgroup, tier) in enumerate(zip(subgroups, tiers.state, strict=True)):
+    for index, (subgroup, tier) in enumerate(tiers.placed_subgroups()):
         add("state", index, subgroup.state_nbytes, tier, 2 if commits else 0)
     if commits and request.buffers_nbytes:
         add("commit_copy", BUFFERS, request.buffers_nbytes, "nvme", 2)
     return slots
 
 
-@dataclass(frozen=True, kw_only=True)
-class UnitTraffic:
-    """The bytes that a step moves for one unit, and the elements that it computes with."""
-
-    numel: int  # elements of parameters, without padding
-    lookups: int  # elements of embeddings that no matrix product reads
-    is_tied: bool  # the unit holds an embedding that is also the weight of a product
-    params: tuple[str, int]  # (tier, bytes) of the home
-    gradients: tuple[str, int]  # (tier, bytes) of the home; ("", 0): the unit has none
-    is_paged: bool  # the unit leaves the device
-    state: Mapping[str, int]  # tier -> bytes
-
-
-def list_traffic(
-    units: Sequence[Unit],
-    subgroups: Sequence[SubGroupSize],
-    tiers: Placement,
-    request: PlanRequest,
-) -> tuple[UnitTraffic, ...]:
-    """Return, for each unit in the order of a forward, its bytes of each kind and the tiers on which they rest."""
-    state: dict[int, Counter[str]] = {unit.index: Counter() for unit in units}
-    for subgroup, tier in zip(subgroups, tiers.state, strict=True):
-        left_nbytes, left_numel = subgroup.state_nbytes, sum(subgroup.parts.values())
-        for index, numel in subgroup.parts.items():
-            share = left_nbytes * numel // max(1, left_numel)
-            state[index][tier] += share
-            left_nbytes, left_numel = left_nbytes - share, left_numel - numel
-    found = []
-    for unit in units:
-        embeddings = [entry.param for entry in unit.entries if entry.param.embedding]
-        gradients = (tiers.gradients[unit.index], request.gradient_nbytes(unit)) if unit.trainable else ("", 0)
-        found.append(
-            UnitTraffic(
-                numel=unit.params_numel,
-                lookups=sum(param.numel for param in embeddings if not param.aliases),
-                is_tied=any(param.aliases for param in embeddings),
-                params=(tiers.params[unit.index], tiers.home_nbytes(unit)),
-                gradients=gradients,
-                is_paged=not tiers.is_resident(unit),
-                state=dict(state[unit.index]),
-            )
-        )
-    return tuple(found)
-
-
-def written_on_nvme(units: Sequence[UnitTraffic], accumulation: int, *, in_backward: bool) -> dict[str, int]:
+def written_on_nvme(units: Sequence[PlacedUnit], accumulation: int, *, in_backward: bool) -> dict[str, int]:
     """Return kind ("param", "state", "gradient") -> bytes that a step of `accumulation` micro-batches writes to nvme.
     `in_backward`: whether updates start in backward. See [Note: Gradients on NVMe]."""
-    params = sum(unit.params[1] for unit in units if unit.state and unit.params[0] == "nvme")
+    params = sum(each.param_nbytes for each in units if each.state and each.param_tier == "nvme")
     return {
         "param": params,
-        "state": sum(unit.state.get("nvme", 0) for unit in units),
+        "state": sum(each.state.get("nvme", 0) for each in units),
         "gradient": sum(_gradient_writes(units, accumulation, in_backward=in_backward)),
     }
 
 
-def _gradient_writes(units: Sequence[UnitTraffic], accumulation: int, *, in_backward: bool) -> list[int]:
+def _gradient_writes(units: Sequence[PlacedUnit], accumulation: int, *, in_backward: bool) -> list[int]:
     """Return the bytes of each write of gradients to nvme, in the order of backward: the last unit comes first."""
-    sizes = [unit.gradients[1] for unit in reversed(units) if unit.gradients[0] == "nvme"]
+    sizes = [each.gradient_nbytes for each in reversed(units) if each.gradient_tier == "nvme"]
     if in_backward:  # the last backward writes none
         return sizes * (accumulation - 1)
     kept = NUM_GRADIENT_WINDOWS - 1  # in windows when the last backward ends

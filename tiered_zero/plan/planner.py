@@ -4,8 +4,9 @@ that make the run fit."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from tiered_zero.errors import PlanError
 from tiered_zero.layout.buckets import cut_buckets
@@ -15,11 +16,9 @@ from tiered_zero.plan.placement import (
     NUM_GRADIENT_WINDOWS,
     Placement,
     PlannedSlot,
-    UnitTraffic,
-    gradients_to_nvme,
     list_slots,
-    list_traffic,
     place,
+    place_state,
     written_on_nvme,
 )
 from tiered_zero.plan.request import (
@@ -96,13 +95,17 @@ class Plan:
     update_policy: UpdateChoice
     rows: tuple[PlanRow, ...]
     request: PlanRequest
-    units: tuple[UnitTraffic, ...]
     activations: ActivationPlan | None = None
 
     @property
     def delayed(self) -> bool:
         """Whether parameters and gradients are held twice, for the delayed update."""
         return self.update_policy.policy == "delayed"
+
+    @cached_property
+    def slots(self) -> list[PlannedSlot]:
+        """The slots of units, sub-groups and copies for commits."""
+        return list_slots(self.tiers, self.request, delayed=self.delayed)
 
     @property
     def limits(self) -> Limits:
@@ -144,7 +147,7 @@ class Plan:
         bytes of activations that one micro-batch saves on their tier."""
         in_backward = self.update_policy.optimizer_in_backward
         on_nvme = self.activations is not None and self.activations.tier == "nvme"
-        written = written_on_nvme(self.units, accumulation, in_backward=in_backward)
+        written = written_on_nvme(self.tiers.units, accumulation, in_backward=in_backward)
         return {**written, "activation": accumulation * activation_nbytes * on_nvme}
 
     def missing_nbytes(self, tier: str) -> int:
@@ -206,26 +209,18 @@ def _plan(
     units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request: PlanRequest, host_gradients_nbytes: int
 ) -> Plan:
     """Make a plan with at most `host_gradients_nbytes` of gradients in host memory; the others go to nvme."""
-    tiers = place(units, subgroups, request)
-    update_policy = choose_update_policy(request, tiers.state)
+    state_tiers = place_state(subgroups, request)
+    update_policy = choose_update_policy(request, state_tiers)
     delayed = update_policy.policy == "delayed"
+    tiers = place(units, subgroups, state_tiers, request, host_gradients_nbytes=host_gradients_nbytes, delayed=delayed)
     trainable = [unit for unit in units if unit.trainable]
-    to_host = [unit for unit in trainable if tiers.gradients[unit.index] != "device"]
-    returned = _returned_nbytes(to_host, subgroups, tiers.state, request.sums_gradients)
+    to_host = [placed.unit for placed in tiers.units if placed.gradients_leave]
+    returned = _returned_nbytes(tiers, request)
     in_flight_nbytes = max([returned, *(unit.nbytes for unit in to_host), _waiting_nbytes(trainable, request)])
     grad_itemsize = max((unit.itemsize for unit in trainable), default=4)
-
-    def gradient_nbytes(unit: Unit) -> int:
-        return (2 if delayed else 1) * request.gradient_nbytes(unit)
-
-    tiers = gradients_to_nvme(tiers, units, subgroups, gradient_nbytes, host_gradients_nbytes)
-    staging = size_staging(units, subgroups, tiers, request)
-    slots = list_slots(units, subgroups, tiers, request, delayed=delayed)
-    gradients = Counter[str]()
-    for unit in trainable:
-        gradients[tiers.gradients[unit.index]] += gradient_nbytes(unit)
-    rows = _rows(units, tiers, slots, gradients, staging, request, delayed=delayed)
-    temporary_nbytes = _update_nbytes(subgroups, tiers.state, request, grad_itemsize)
+    staging = size_staging(tiers, request)
+    rows = _rows(tiers, staging, request, delayed=delayed)
+    temporary_nbytes = _update_nbytes(tiers.subgroups_on_device, request, grad_itemsize)
     rows.append(("device", "update_temporary", temporary_nbytes, "temporaries of an update on the device"))
     activations = plan_activations(request, _room_nbytes("host", rows, request))
     if activations is not None:
@@ -237,7 +232,7 @@ def _plan(
     rooms = {each: _room_nbytes(each, rows, request) for each in ("device", "host")}
     tier = "host" if request.device_is_host and rooms["host"] < rooms["device"] else "device"
     room = rooms[tier] - in_flight_nbytes
-    paged = [unit for unit in units if not tiers.is_resident(unit)]
+    paged = [placed.unit for placed in tiers.units if not placed.is_resident]
     pager_limits = _pager_limits(paged, request, room, tier)
     in_flight_nbytes += _second_in_flight_nbytes(to_host, request, room - pager_limits.reserved_nbytes)
     to = "the ranks that keep them" if request.shards_gradients else "host memory"
@@ -254,7 +249,6 @@ def _plan(
         update_policy=update_policy,
         rows=tuple(PlanRow(tier=tier, kind=kind, nbytes=n, what=what) for tier, kind, n, what in rows if n),
         request=request,
-        units=list_traffic(units, subgroups, tiers, request),
         activations=activations,
     )
 
@@ -265,24 +259,17 @@ def _room_nbytes(tier: str, rows: Iterable[_Row], request: PlanRequest) -> int:
     return request.limit_nbytes(tier) - sum(nbytes for own, _, nbytes, _ in rows if own in counted)
 
 
-def _rows(
-    units: Sequence[Unit],
-    tiers: Placement,
-    slots: Sequence[PlannedSlot],
-    gradients: Mapping[str, int],
-    staging: Staging,
-    request: PlanRequest,
-    *,
-    delayed: bool,
-) -> list[_Row]:
-    """List the rows of the plan's table: the bytes of each kind that rest on a tier, and of staging buffers.
-    `gradients`: tier -> bytes."""
-    on_device = sum(tiers.home_nbytes(unit) for unit in units if tiers.params[unit.index] == "device")
-    part = "parameters, this rank's part"
+def _rows(tiers: Placement, staging: Staging, request: PlanRequest, *, delayed: bool) -> list[_Row]:
+    """List the rows of the plan's table: the bytes of each kind that rest on a tier, and of staging buffers."""
+    on_device = sum(placed.param_nbytes for placed in tiers.units if placed.param_tier == "device")
+    gradients = Counter[str]()
+    for placed in tiers.units:
+        gradients[placed.gradient_tier] += (2 if delayed else 1) * placed.gradient_nbytes
+    part = "parameters, this rank's part" if request.shards_params else ""
     shards = f" of rank {request.rank}'s shards" if request.shards_gradients else ""
     of_step = f"gradients{shards}{' (fp32 sums)' if request.sums_gradients else ''}{', twice' if delayed else ''}"
     charged = Counter[tuple[str, str]]()
-    for slot in slots:
+    for slot in list_slots(tiers, request, delayed=delayed):
         for kind, nbytes in slot.charges:
             charged[slot.tier, kind] += nbytes
 
@@ -290,10 +277,10 @@ def _rows(
         return [(tier, kind, charged[tier, kind], what) for tier in tiers]
 
     return [
-        ("device", "param", on_device, part if tiers.sharded else "parameters that stay on the device"),
-        *rows_of("param", part if tiers.sharded else "parameters", ("host", "nvme")),
+        ("device", "param", on_device, part or "parameters that stay on the device"),
+        *rows_of("param", part or "parameters", ("host", "nvme")),
         *rows_of("param_back", "parameters of the delayed update"),
-        *((tier, "gradient", gradients.get(tier, 0), of_step) for tier in TIERS),
+        *((tier, "gradient", gradients[tier], of_step) for tier in TIERS),
         *rows_of("state", f"master weights and optimizer state ({request.state_format})"),
         *rows_of("commit_param", "parameters, second slot for commits", ("nvme",)),
         *rows_of("commit", "master weights and optimizer state, second slot for commits", ("nvme",)),
@@ -314,12 +301,10 @@ def _second_in_flight_nbytes(to_host: Sequence[Unit], request: PlanRequest, room
     return 0 if request.shares_cores or sum(second) > room_nbytes else sum(second)
 
 
-def _update_nbytes(
-    subgroups: Sequence[SubGroupSize], state_tiers: Sequence[str], request: PlanRequest, grad_itemsize: int
-) -> int:
-    """Return the temporary bytes of the largest update on an accelerator; 0 without one."""
+def _update_nbytes(on_device: Sequence[SubGroupSize], request: PlanRequest, grad_itemsize: int) -> int:
+    """Return the temporary bytes of the largest update on an accelerator; 0 without one. `on_device`: the sub-groups
+    with state there."""
     count = request.temporaries
-    on_device = [group for group, tier in zip(subgroups, state_tiers, strict=True) if tier == "device"]
     if count is None or not on_device:
         return 0
     largest = max(on_device, key=lambda group: sum(group.parts.values()))
@@ -340,21 +325,17 @@ def _waiting_nbytes(trainable: Sequence[Unit], request: PlanRequest) -> int:
     return max((sum(part.unit.nbytes for part in bucket.parts) for bucket in buckets), default=0)
 
 
-def _returned_nbytes(
-    to_host: Sequence[Unit], subgroups: Sequence[SubGroupSize], state_tiers: Sequence[str], sums: bool
-) -> int:
-    """Return the most bytes of gradients that one update copies back to the device. `sums`: whether gradients are fp32
-    sums."""
-    itemsizes = {unit.index: 4 if sums else unit.itemsize for unit in to_host}
+def _returned_nbytes(tiers: Placement, request: PlanRequest) -> int:
+    """Return the most bytes of gradients that one update copies back to the device."""
+    itemsizes = {
+        placed.unit.index: request.gradient_itemsize(placed.unit) for placed in tiers.units if placed.gradients_leave
+    }
     # If a unit's state is split over tiers, the part with state on the device is updated there.
-    return max(
-        (
-            sum(numel * itemsizes.get(index, 0) for index, numel in subgroup.parts.items())
-            for subgroup, tier in zip(subgroups, state_tiers, strict=True)
-            if tier == "device"
-        ),
-        default=0,
+    returned = (
+        sum(numel * itemsizes.get(index, 0) for index, numel in subgroup.parts.items())
+        for subgroup in tiers.subgroups_on_device
     )
+    return max(returned, default=0)
 
 
 def _pager_limits(paged: Sequence[Unit], request: PlanRequest, room_nbytes: int, tier: str) -> PagerLimits:
@@ -504,7 +485,7 @@ def _gradient_changes(plan: Plan, row: PlanRow, tier: str) -> Iterator[tuple[str
         yield "set tiered_zero.update to overlapped, which holds gradients once", 0.5
     if request.sums_gradients and plan.grad_itemsize < 4:
         yield "set gradient_accumulation_steps to 1, which needs no fp32 sums", 0.5
-    window_nbytes = max((unit.gradients[1] for unit in plan.units), default=0)
+    window_nbytes = max((placed.gradient_nbytes for placed in plan.tiers.units), default=0)
     share = 1 - NUM_GRADIENT_WINDOWS * window_nbytes / max(1, row.nbytes)  # only windows stay there
     stays = request.world_size > 1 and not request.shards_gradients
     if tier == "host" and request.state_tier != "nvme" and share > 0 and not stays:

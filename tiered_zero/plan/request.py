@@ -146,7 +146,11 @@ class PlanRequest:
     def gradient_nbytes(self, unit: Unit) -> int:
         """Return the bytes of a unit's gradients that this rank keeps: fp32 sums, or values in the unit's dtype."""
         numel = len(unit.shard(self.rank)) if self.shards_gradients else unit.numel
-        return numel * (4 if self.sums_gradients else unit.itemsize)
+        return numel * self.gradient_itemsize(unit)
+
+    def gradient_itemsize(self, unit: Unit) -> int:
+        """Return the bytes of an element of the gradients that this rank keeps."""
+        return 4 if self.sums_gradients else unit.itemsize
 
     @property
     def activation_tier(self) -> str:

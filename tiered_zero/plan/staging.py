@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from tiered_zero.errors import ConfigError
 from tiered_zero.layout.buckets import cut_buckets
 from tiered_zero.layout.flat import Unit
-from tiered_zero.plan.placement import NUM_GRADIENT_WINDOWS, Placement
-from tiered_zero.plan.request import NUM_STATE_STAGING, PlanRequest, SubGroupSize, given
+from tiered_zero.plan.placement import NUM_GRADIENT_WINDOWS, PlacedUnit, Placement
+from tiered_zero.plan.request import NUM_STATE_STAGING, PlanRequest, given
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
 
 MAX_AUTO_STAGING_NBYTES = 16 * MIB
@@ -58,25 +58,19 @@ class Staging:
     bucket_tier: str = "host"
 
 
-def size_staging(
-    units: Sequence[Unit],
-    subgroups: Sequence[SubGroupSize],
-    tiers: Placement,
-    request: PlanRequest,
-) -> Staging:
+def size_staging(tiers: Placement, request: PlanRequest) -> Staging:
     """Size every pool of staging buffers. Raises ConfigError if buffer_size is smaller than a parameter."""
-    to_host = [unit for unit in units if unit.trainable and tiers.gradients[unit.index] != "device"]
-    on_nvme = [unit for unit in to_host if tiers.gradients[unit.index] == "nvme"]
-    window = max(map(request.gradient_nbytes, on_nvme), default=0)
+    to_host = [placed.unit for placed in tiers.units if placed.gradients_leave]
+    window = max((placed.gradient_nbytes for placed in tiers.units if placed.gradient_tier == "nvme"), default=0)
     if request.shards_gradients and request.shares_cores:
         to_host = []  # the CPU adds their sums directly from the buckets
     return Staging(
-        params=_param_staging([unit for unit in units if tiers.params[unit.index] == "nvme"], tiers, request),
-        state=_state_staging(units, subgroups, tiers, request),
+        params=_param_staging([placed for placed in tiers.units if placed.param_tier == "nvme"], request),
+        state=_state_staging(tiers, request),
         gradients=_gradient_staging(to_host, request),
         gradient_windows=StagingSize(nbytes=window, count=NUM_GRADIENT_WINDOWS if window else 0),
-        buckets=_buckets([unit for unit in units if unit.trainable], request),
-        bucket_tier=_bucket_tier(units, tiers, request),
+        buckets=_buckets([placed.unit for placed in tiers.units if placed.unit.trainable], request),
+        bucket_tier=_bucket_tier(tiers, request),
     )
 
 
@@ -99,57 +93,51 @@ def _buckets(trainable: Sequence[Unit], request: PlanRequest) -> StagingSize:
     return StagingSize(nbytes=max(bucket.nbytes(4) for bucket in buckets), count=NUM_BUCKETS)  # 4: fp32 sums
 
 
-def _bucket_tier(units: Sequence[Unit], tiers: Placement, request: PlanRequest) -> str:
+def _bucket_tier(tiers: Placement, request: PlanRequest) -> str:
     """Return the tier on which ranks reduce gradients: "device" or "host"."""
-    homes = {tiers.gradients[unit.index] for unit in units if unit.trainable}
+    homes = {placed.gradient_tier for placed in tiers.units if placed.unit.trainable}
     on_device = request.shards_gradients or homes == {"device"}  # shards wait there for their bucket
     return "device" if on_device and not request.shares_cores else "host"
 
 
-def _param_staging(on_nvme: Sequence[Unit], tiers: Placement, request: PlanRequest) -> StagingSize:
+def _param_staging(on_nvme: Sequence[PlacedUnit], request: PlanRequest) -> StagingSize:
     if not on_nvme:
         return StagingSize()
-    largest = max(tiers.home_nbytes(unit) for unit in on_nvme)
+    largest = max(placed.param_nbytes for placed in on_nvme)
     section = request.config.zero_optimization.offload_param
     buffer_numel = given(section, "buffer_size")
     if buffer_numel is None:
         size = min(align_up(largest, MIB), MAX_AUTO_STAGING_NBYTES)
     else:
-        for param in (entry.param for unit in on_nvme for entry in unit.entries):
+        for param in (entry.param for placed in on_nvme for entry in placed.unit.entries):
             if param.numel > buffer_numel:
                 raise ConfigError(
                     f"zero_optimization.offload_param.buffer_size: {buffer_numel} elements, but parameter {param.name} "
                     f"has {param.numel}. Set it to at least {param.numel}, or leave it out to have it sized from the "
                     "model."
                 )
-        size = min(largest, align_up(buffer_numel * max(unit.itemsize for unit in on_nvme), PAGE_NBYTES))
+        size = min(largest, align_up(buffer_numel * max(placed.unit.itemsize for placed in on_nvme), PAGE_NBYTES))
     return StagingSize(nbytes=align_up(size, PAGE_NBYTES), count=given(section, "buffer_count") or NUM_PARAM_STAGING)
 
 
-def _state_staging(
-    units: Sequence[Unit], subgroups: Sequence[SubGroupSize], tiers: Placement, request: PlanRequest
-) -> StagingSize:
+def _state_staging(tiers: Placement, request: PlanRequest) -> StagingSize:
     """Size the buffers in which sub-groups are updated. A buffer holds one sub-group's state and gradients on nvme, and
     its parameters that the update cannot write in place."""
-    itemsizes = {unit.index: unit.itemsize for unit in units}
-    gradients = {
-        unit.index: 4 if request.sums_gradients else unit.itemsize
-        for unit in units
-        if tiers.gradients.get(unit.index) == "nvme"
-    }
+    placed_by_index = {placed.unit.index: placed for placed in tiers.units}
     staged = []
-    for subgroup, tier in zip(subgroups, tiers.state, strict=True):
+    for subgroup, tier in tiers.placed_subgroups():
         in_place = "device" if tier == "device" else "host"
         nbytes = subgroup.state_nbytes if tier == "nvme" else 0
         for index, numel in subgroup.parts.items():
-            out = itemsizes[index] if tiers.params[index] != in_place else 0
-            nbytes += numel * (out + gradients.get(index, 0))
+            placed = placed_by_index[index]
+            nbytes += numel * placed.unit.itemsize if placed.param_tier != in_place else 0
+            nbytes += numel * request.gradient_itemsize(placed.unit) if placed.gradient_tier == "nvme" else 0
         staged.append(nbytes)
     count = sum(nbytes > 0 for nbytes in staged)
     if not count:
         return StagingSize()
     of_unit: Counter[int] = Counter()
-    for subgroup, nbytes in zip(subgroups, staged, strict=True):
+    for subgroup, nbytes in zip(tiers.subgroups, staged, strict=True):
         total = sum(subgroup.parts.values())
         for index, numel in subgroup.parts.items():
             of_unit[index] += nbytes * numel // total

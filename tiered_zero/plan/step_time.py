@@ -19,7 +19,7 @@ from math import ceil
 from typing import Final
 
 from tiered_zero.plan.machine import Machine
-from tiered_zero.plan.placement import UnitTraffic
+from tiered_zero.plan.placement import PlacedUnit
 from tiered_zero.plan.planner import WINDOW_UNITS, Plan
 from tiered_zero.sizes import TIERS
 
@@ -114,10 +114,10 @@ class StepSeconds:
         return self.tokens / self.seconds
 
 
-def forward_flops(units: Iterable[UnitTraffic], tokens: int, *, length: int = 0, width: int = 0) -> float:
+def forward_flops(units: Iterable[PlacedUnit], tokens: int, *, length: int = 0, width: int = 0) -> float:
     """Count the operations of a forward: matrix products, and causal attention over samples of `length` tokens.
     `width`: layers * hidden size. Without `length` or `width`, attention is not counted."""
-    return 2.0 * tokens * (sum(unit.numel - unit.lookups for unit in units) + length * width)
+    return 2.0 * tokens * (sum(placed.unit.products_numel for placed in units) + length * width)
 
 
 def missing_rates(plan: Plan, work: Work, machine: Machine) -> list[str]:
@@ -158,7 +158,7 @@ def _is_used(plan: Plan, tier: str) -> bool:
     """Return whether parameters, state or gradients have to be moved from or to the tier."""
     if tier == "host" and plan.request.shares_cores:
         return False
-    return any(tier in (unit.params[0], unit.gradients[0], *unit.state) for unit in plan.units)
+    return any(tier in (each.param_tier, each.gradient_tier, *each.state) for each in plan.tiers.units)
 
 
 def _hidden_from(tier: str, plan: Plan, work: Work, machine: Machine) -> tuple[int, bool]:
@@ -187,7 +187,7 @@ def _predict(plan: Plan, work: Work, rates: _Rates) -> tuple[float, dict[str, fl
     """Return the seconds of a step, and its seconds by resource."""
     uses = _list_uses(plan, work, rates)
     policy, in_backward = plan.update_policy.policy, plan.update_policy.optimizer_in_backward
-    staged_nbytes = max(1, sum(unit.state.get("nvme", 0) for unit in plan.units))
+    staged_nbytes = max(1, sum(placed.state.get("nvme", 0) for placed in plan.tiers.units))
     ahead = min(1.0, plan.staging.state.total_nbytes / staged_nbytes)  # the share that is read ahead of the update
     on_device: deque[int] = deque(maxlen=WINDOW_UNITS)
     first, again, backward, last = list[_Stages](), list[_Stages](), list[_Stages](), list[_Stages]()
@@ -236,7 +236,7 @@ class _Rates:
     def __init__(self, plan: Plan, machine: Machine, only: str = "") -> None:
         self.shares_cores = plan.request.shares_cores
         self.machine, self.only, self._resources = machine, only, RESOURCES_OF.get(only, RESOURCES)
-        state_nbytes = sum(sum(unit.state.values()) for unit in plan.units)
+        state_nbytes = sum(sum(placed.state.values()) for placed in plan.tiers.units)
         self._sub_groups_per_byte = len(plan.tiers.state) / max(1, state_nbytes)
         disks = [disk for disk in machine.disks if disk.read_bytes_per_s and disk.write_bytes_per_s]
         self._read = sum(disk.read_bytes_per_s or 0.0 for disk in disks)
@@ -321,29 +321,29 @@ def _walk(uses: Sequence[_Use], on_device: deque[int]) -> Iterator[tuple[_Use, b
 def _list_uses(plan: Plan, work: Work, rates: _Rates) -> list[_Use]:
     """List the uses of units in a forward, in order. A tied embedding is used again at the end, for its product."""
     uses, heads = [], []
-    products = max(1, sum(unit.numel - unit.lookups for unit in plan.units))
-    trained = max(1, sum(unit.numel for unit in plan.units if unit.state))
+    products = max(1, sum(placed.unit.products_numel for placed in plan.tiers.units))
+    trained = max(1, sum(placed.unit.params_numel for placed in plan.tiers.units if placed.state))
     model_s = _forward_s(work, rates.machine)
     accumulates, overlaps = work.accumulation > 1, plan.update_policy.policy != "barrier"
     saved = plan.activations.tier if plan.activations is not None else "device"
-    for index, unit in enumerate(plan.units):
-        share = (unit.numel - unit.lookups) / products
+    for index, placed in enumerate(plan.tiers.units):
+        share = placed.unit.products_numel / products
         forward_s = share * model_s
         # frozen weights have no gradient to compute
-        backward_s = (1 + bool(unit.gradients[0]) + work.recomputes) * forward_s
-        fetch, forwarded = _fetch(unit, rates)
-        if unit.is_tied:  # its product is not computed again
+        backward_s = (1 + bool(placed.gradient_tier) + work.recomputes) * forward_s
+        fetch, forwarded = _fetch(placed, rates)
+        if placed.unit.is_tied:  # its product is not computed again
             heads.append(
                 _Use(unit=index, forward_s=forward_s, backward_s=2 * forward_s, fetch=fetch, forwarded=forwarded)
             )
             forward_s = backward_s = 0.0
         if rates.shares_cores:
             pass_s, gradient_s = (
-                rates.copy("compute", nbytes)["compute"] for _, nbytes in (unit.params, unit.gradients)
+                rates.copy("compute", nbytes)["compute"] for nbytes in (placed.param_nbytes, placed.gradient_nbytes)
             )
             forward_s += WEIGHT_PASSES / 3 * pass_s
             backward_s += WEIGHT_PASSES / 1.5 * pass_s + (2.5 if accumulates else 2) * gradient_s
-            tensors = work.num_tensors * unit.numel / trained if unit.state else 0.0
+            tensors = work.num_tensors * placed.unit.params_numel / trained if placed.state else 0.0
             backward_s += tensors * (PYTHON_S_PER_TENSOR + overlaps * OVERLAP_S_PER_TENSOR)
         nbytes = share * work.activation_nbytes if saved != "device" else 0.0
         uses.append(
@@ -355,18 +355,18 @@ def _list_uses(plan: Plan, work: Work, rates: _Rates) -> list[_Use]:
                 forwarded=forwarded,
                 save=rates.write(nbytes) if saved == "nvme" else rates.from_device(nbytes),
                 restore=rates.read(nbytes) if saved == "nvme" else rates.to_device(nbytes),
-                gradient=_gradient(unit, plan, work, rates),
-                update=_update(unit, rates),
+                gradient=_gradient(placed, plan, work, rates),
+                update=_update(placed, rates),
             )
         )
     return uses + heads
 
 
-def _fetch(unit: UnitTraffic, rates: _Rates) -> tuple[Seconds, Seconds]:
+def _fetch(placed: PlacedUnit, rates: _Rates) -> tuple[Seconds, Seconds]:
     """Return the seconds of fetching a unit's parameters: from their home, and from an update that has just ended."""
-    if not unit.is_paged:
+    if placed.is_resident:
         return {}, {}
-    tier, nbytes = unit.params
+    tier, nbytes = placed.param_tier, placed.param_nbytes
     to_device = rates.to_device(nbytes)
     from_home = [rates.read(nbytes)] if tier == "nvme" else []
     if tier != "nvme" or not rates.shares_cores:  # the CPU reads a unit to where it computes
@@ -374,9 +374,9 @@ def _fetch(unit: UnitTraffic, rates: _Rates) -> tuple[Seconds, Seconds]:
     return _sum(from_home), to_device
 
 
-def _gradient(unit: UnitTraffic, plan: Plan, work: Work, rates: _Rates) -> Seconds:
+def _gradient(placed: PlacedUnit, plan: Plan, work: Work, rates: _Rates) -> Seconds:
     """Return the seconds of moving a unit's gradients of one micro-batch to their home."""
-    tier, nbytes = unit.gradients
+    tier, nbytes = placed.gradient_tier, placed.gradient_nbytes
     loads: list[Seconds] = []
     accumulates = work.accumulation > 1
     if not rates.shares_cores and tier != "device":
@@ -388,20 +388,19 @@ def _gradient(unit: UnitTraffic, plan: Plan, work: Work, rates: _Rates) -> Secon
     return _sum(loads)
 
 
-def _update(unit: UnitTraffic, rates: _Rates) -> Seconds:
+def _update(placed: PlacedUnit, rates: _Rates) -> Seconds:
     """Return what the update of a unit's state costs. On an accelerator, an update of state on the device takes no time
     of the other lanes."""
     tiers = TIERS if rates.shares_cores else TIERS[1:]
-    nbytes, all_nbytes = sum(unit.state.get(tier, 0) for tier in tiers), sum(unit.state.values())
+    nbytes, all_nbytes = sum(placed.state.get(tier, 0) for tier in tiers), sum(placed.state.values())
     if not nbytes:
         return {}
     part = nbytes / all_nbytes
-    updated = unit.state.get(rates.only, 0) if rates.only else nbytes
-    (param_tier, param_nbytes), (gradient_tier, gradient_nbytes) = unit.params, unit.gradients
-    on_disk = unit.state.get("nvme", 0)
-    reads = rates.read(on_disk + part * gradient_nbytes * (gradient_tier == "nvme"))
-    writes = rates.write(on_disk + part * param_nbytes * (param_tier == "nvme"))
-    update = rates.update(updated, updated / all_nbytes * (gradient_nbytes + param_nbytes))
+    updated = placed.state.get(rates.only, 0) if rates.only else nbytes
+    on_disk = placed.state.get("nvme", 0)
+    reads = rates.read(on_disk + part * placed.gradient_nbytes * (placed.gradient_tier == "nvme"))
+    writes = rates.write(on_disk + part * placed.param_nbytes * (placed.param_tier == "nvme"))
+    update = rates.update(updated, updated / all_nbytes * (placed.gradient_nbytes + placed.param_nbytes))
     return _sum((reads, update, writes))
 
 

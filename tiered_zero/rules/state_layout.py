@@ -31,6 +31,7 @@ from typing import Any, final
 import torch
 
 from tiered_zero.errors import ConfigError
+from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import ParamPiece, Segment, SubGroup
 from tiered_zero.rules.rule import StateField, UpdateRule
 from tiered_zero.sizes import PAGE_NBYTES, align_up
@@ -350,10 +351,10 @@ def _view(raw: torch.Tensor, array: StateArray) -> torch.Tensor:
 
 
 def check_params(
-    masters: MasterFormat, subgroups: Iterable[SubGroup], param_tiers: Mapping[int, str], state_tiers: Sequence[str]
+    masters: MasterFormat, subgroups: Iterable[SubGroup], param_tiers: Mapping[Unit, str], state_tiers: Sequence[str]
 ) -> None:
     """Raise ConfigError if the format computes masters from parameters that the update cannot read: if a parameter is
-    not bf16, or if only one of parameter and state rests on the device. `param_tiers`: unit index -> tier.
+    not bf16, or if only one of parameter and state rests on the device. `param_tiers`: unit -> tier.
     `state_tiers`: the tier of each sub-group's state."""
     held = ((segment.unit, state_tiers[subgroup.index]) for subgroup in subgroups for segment in subgroup.segments)
     for unit, state_tier in held if masters.needs_params else ():
@@ -363,10 +364,10 @@ def check_params(
                 f"found {str(unit.dtype).removeprefix('torch.')} ({unit.entries[0].param.name}). Set "
                 "bf16.enabled, or write fp32."
             )
-        if (param_tiers[unit.index] == "device") != (state_tier == "device"):
+        if (param_tiers[unit] == "device") != (state_tier == "device"):
             place, cure = (
                 ("on the device and its optimizer does not", _OFF_THE_DEVICE)
-                if param_tiers[unit.index] == "device"
+                if param_tiers[unit] == "device"
                 else ("off the device and its optimizer on it", "set offload_optimizer.device to cpu or nvme")
             )
             raise ConfigError(
