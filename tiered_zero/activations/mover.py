@@ -258,7 +258,8 @@ def _is_shared(counter: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 @final
 class ActivationMover:
-    """Moves the activations of one engine. Driver thread, or autograd's threads while the driver waits in backward."""
+    """Moves the activations of one engine. Used on the driver thread, or on autograd's threads while the driver waits
+    in backward."""
 
     def __init__(self, place: Place, plan: ActivationPlan, runtime: Runtime) -> None:
         self._place, self._extents, self._plan = place, ExtentMap(plan.nbytes), plan

@@ -75,8 +75,8 @@ def build(
     run_spec: RunSpec, lr_scheduler: Any, collectives: Collectives, loader: TrainingLoader | None = None
 ) -> Engine:
     """Allocate what the plan says, make the engine, and move every parameter to its home. If this raises, everything is
-    freed; the model is unchanged, or a note on the error says to build it anew. `loader`: checkpoints save its
-    position."""
+    freed. The model is then unchanged, unless a note on the error says to build the model anew. `loader`: checkpoints
+    save its position."""
     agree(collectives, "the limits of the plan", run_spec.plan.check)
     check_async(run_spec.config, run_spec.plan)
     source = find_source(run_spec, collectives)
@@ -179,8 +179,9 @@ def _open_runtime(run_spec: RunSpec, collectives: Collectives, resources: Teardo
 
 
 def _make_scheduler(given: Any, section: SchedulerSection | None, handle: TieredOptimizer | None) -> Any:
-    """Return the run's learning rate scheduler, or None. `given`: the user's, or a callable that makes one from the
-    optimizer; None: take `section` of the config. `handle`: None if the run does not train. Raises ConfigError."""
+    """Return the run's learning rate scheduler, or None. `given`: the user's scheduler, or a callable that makes one
+    from the optimizer; None: build the scheduler that `section` of the config names. `handle`: the optimizer; None if
+    the run does not train. Raises ConfigError."""
     if handle is None:
         if given is not None:
             raise ConfigError(
@@ -205,9 +206,9 @@ def _place_model(
     own_state: Mapping[Any, Any],
     resources: Teardown,
 ) -> None:
-    """Move every parameter to its home with its first value, and install the module hooks. `commits`: has
-    the values that parameters get if the run adopts a commit. `own_state`: the state that the user's optimizer has
-    already. If this raises, the model must be built anew."""
+    """Move every parameter to its home with its first value, and install the module hooks. `commits`: if the run adopts
+    a commit, parameters get their values from `commits`. `own_state`: the state that the user's optimizer already has.
+    If this raises, the model must be built anew."""
     runtime, view = step.runtime, step.policy.view
     materializer = Materializer(run_spec.model, source.weights, run_spec.specs)
     placer = UnitPlacer(
@@ -232,7 +233,8 @@ def _place_model(
 def _make_step(
     run_spec: RunSpec, machine: OpenMachine, handle: TieredOptimizer | None, resources: Teardown
 ) -> tuple[TrainStep, RunState]:
-    """Build the objects that move bytes, and the `TrainStep` that calls them. Also return what saves and loads use."""
+    """Build the objects that move bytes, and the `TrainStep` that calls them. Return the `TrainStep`, and two objects
+    that saves and loads use: the run's state and its whole weights."""
     config, plan = run_spec.config, run_spec.plan
     runtime, tiers, inventory = machine.runtime, machine.tiers, machine.inventory
     is_sharded, groups = plan.request.shards_state, run_spec.source.param_groups
@@ -359,7 +361,7 @@ def _make_gradients(
 
 
 def _paged_gradients(plan: Plan) -> dict[Unit, torch.dtype]:
-    """Return unit -> dtype of the gradients, for units with gradients on NVMe."""
+    """Map each unit whose gradients rest on NVMe to the dtype of these gradients."""
     return {
         placed.unit: torch.float32 if plan.request.sums_gradients else placed.unit.dtype
         for placed in plan.tiers.units
@@ -368,8 +370,8 @@ def _paged_gradients(plan: Plan) -> dict[Unit, torch.dtype]:
 
 
 def _make_reduction(config: Config, request: PlanRequest, buckets: Sequence[Bucket], *, on_device: bool) -> Reduction:
-    """Make the settings for reducing gradients. Their divisors before and after the sum are DeepSpeed's. `on_device`:
-    whether all gradients rest on the device."""
+    """Make the settings for reducing gradients. As in DeepSpeed, gradients are divided by one number before the sum and
+    by another after the sum. `on_device`: whether all gradients rest on the device."""
     factor, first = config.gradient_predivide_factor, config.prescale_gradients
     if first is None:
         first = factor == 1.0

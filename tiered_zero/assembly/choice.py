@@ -1,7 +1,8 @@
 """Choose the placement whose predicted step is shortest by the rates of this machine (`tiered_zero.placement: "auto"`).
 
-Candidates differ in settings that change no numbers and that the config leaves out. Each pair of a tier for parameters
-and a tier for state is tried; then bytes move to faster tiers, first the device, until these are full.
+The search sets only keys that the config leaves out and that do not change the results of training. It tries each pair
+of a tier for parameters and a tier for state. Then it moves bytes to faster tiers, first to the device, until these
+tiers are full.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ if TYPE_CHECKING:
     from tiered_zero.assembly.spec import RunSpec
 
 MOST_ASSUMED_TOKENS = 4096
-"""The most tokens that a sample is assumed to have, if the config does not say."""
+"""If the config does not give the tokens of a sample, a prediction assumes at most this many."""
 
 CONFIG_NAME = "placement.json"
 
 NUM_SHOWN = 3
 NUM_TRIES = 4
-"""The most tries to fill a tier: a try may exceed a limit because buffers grow with the bytes that rest there."""
+"""The most tries to fill a tier. A try may exceed the tier's limit, because buffers grow with the bytes that rest on
+the tier."""
 
 LARGE_SUB_GROUP_NUMEL = 1 << 22
 """The largest `sub_group_size` that takes effect, in elements: four times the default for state that is transferred."""
@@ -69,7 +71,7 @@ class Candidate:
 
     @property
     def places(self) -> str:
-        """The bytes of parameters, state and gradients on each tier, and the update policy, in words."""
+        """Text with the bytes of parameters, state and gradients on each tier, and the update policy."""
         words = []
         for what, kind in (("parameters", "param"), ("state", "state"), ("gradients", "gradient")):
             sizes = {tier: self.plan.nbytes(tier, kind) for tier in TIERS}
@@ -94,7 +96,8 @@ class Candidate:
 
 
 SAME_SHARE = 1.05
-"""Predicted steps count as equal if the longer takes at most this many times as long: errors are larger than that."""
+"""Two predicted steps count as equal if the longer takes at most this many times as long as the shorter: predictions
+are not more exact than this."""
 
 
 def _best_first(found: Sequence[Candidate]) -> list[Candidate]:
@@ -114,7 +117,7 @@ def _best_first(found: Sequence[Candidate]) -> list[Candidate]:
 class PlacementSearch:
     """Searches for the placement whose predicted step is shortest. `plan_of` plans a config; `predict` predicts a
     plan's step. `estimate` (activations of a micro-batch) and `disk_nbytes` (free bytes) are None if unknown. `errors`:
-    why settings were dropped."""
+    the errors for which `_plan` dropped settings."""
 
     config: Config
     plan_of: Callable[[Config], Plan]
@@ -126,7 +129,7 @@ class PlacementSearch:
 
     def run(self) -> list[Candidate]:
         """Return the candidates that fit, best first. If none fits memory, raise the error of the last settings tried;
-        if none fits the disk, PlanError with the table of the plan that has the fewest bytes there."""
+        if none fits the disk, raise PlanError with the table of the plan that needs the fewest bytes on the disk."""
         placements = [*self._placements()]
         plans = [each for each in placements if self._has_disk(each[1])]
         least = min((self._short_nbytes(plan) for _, plan in plans), default=0)
@@ -182,7 +185,8 @@ class PlacementSearch:
         return Candidate(config=config, plan=plan, step=self.predict(plan), settings=settings)
 
     def _placements(self) -> Iterator[tuple[Settings, Plan]]:
-        """Yield (settings, plan) for each pair of tiers for parameters and state, the slowest last."""
+        """Yield (settings, plan) for each pair of a tier for parameters and a tier for state. The pair with the slowest
+        tiers comes last."""
         zero = self.config.zero_optimization
         path = self._path
         pages = "stage" not in zero.model_fields_set or zero.stage == 3
@@ -230,7 +234,8 @@ class PlacementSearch:
         yield settings, plan
 
     def _grow(self, settings: Settings, plan: Plan, tier: str, kind: str) -> tuple[Settings, Plan]:
-        """Put as much of `kind` on `tier` as fits. Return the new settings and plan; the given ones if nothing fits."""
+        """Put as much of `kind` on `tier` as fits. Return the new settings and plan. If nothing fits, return `settings`
+        and `plan` as given."""
         itemsize, room_of = 4 if self.config.param_dtype_name == "float32" else 2, self._room_nbytes
         room = min(room_of(plan, tier), sum(plan.nbytes(other, kind) for other in TIERS))
         for _ in range(NUM_TRIES):
@@ -357,8 +362,8 @@ def make_predictor(
 
 
 def predicted_seconds(config: Config, model: nn.Module, plan: Plan) -> dict[str, float]:
-    """Return the predicted step for the run's report: "tokens" of the step, its seconds "step", and the busy seconds of
-    each resource. Return {} without measured rates, with several ranks, or without an optimizer in the config."""
+    """Return the predicted step for the run's report: its "tokens", its seconds as "step", and the busy seconds of each
+    resource. Return {} without measured rates, with several ranks, or without an optimizer in the config."""
     if plan.request.world_size > 1 or config.optimizer is None:
         return {}
     try:
@@ -381,8 +386,8 @@ def _paths(config: Config) -> tuple[str, ...]:
 
 
 def _free_nbytes(paths: Sequence[str], rates: Machine | None) -> int | None:
-    """Return the bytes free for swap files; None if unknown. If `rates` lists disks, these are all bytes of these
-    disks; else the free bytes of the fullest disk among those of `paths`."""
+    """Return the bytes free for swap files; None if unknown. If `rates` lists disks, return the sum of their sizes.
+    Else return the least free bytes of any disk that holds one of `paths`."""
     if rates is not None and rates.disks:
         sizes = [disk.nbytes for disk in rates.disks]
         return None if None in sizes else sum(filter(None, sizes))
@@ -390,7 +395,8 @@ def _free_nbytes(paths: Sequence[str], rates: Machine | None) -> int | None:
 
 
 def save_choice(run_spec: RunSpec) -> list[str]:
-    """Write the chosen config next to the run's report, or without a report to nvme_path. Return lines for the log."""
+    """Write the chosen config to the folder of the run's report. If the run writes no report, write the config to
+    nvme_path. Return lines for the log."""
     choice, report = run_spec.choice, run_spec.config.tiered_zero.report
     if choice is None:
         return []
@@ -415,7 +421,8 @@ def _rates_here(paths: Sequence[str]) -> Machine:
 
 
 def _disk_of(path: str, disks: Sequence[Disk]) -> Disk | None:
-    """Return the disk that was measured last on the file system of `path`; None if there is none."""
+    """Return the disk of `disks` that lies on the file system of `path`; None if there is none. If several do, return
+    the one measured last."""
     device = os.stat(nearest_directory(path)).st_dev
     same = [disk for disk in disks if os.path.isdir(disk.path) and os.stat(disk.path).st_dev == device]
     return same[-1] if same else None

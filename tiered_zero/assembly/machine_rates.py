@@ -18,13 +18,13 @@ TO_MEASURE = "measure them with `tiered-zero doctor DIR --measure`, DIR on the d
 
 _UPDATED_NUMEL = 32 * MIB
 _UPDATED_NBYTES = 28
-"""Bytes that AdamW moves for a parameter: the fp32 master and two moments, read and written, a 16-bit gradient and a
-16-bit weight."""
+"""Bytes that AdamW moves for each parameter. It reads and writes the fp32 master and two fp32 moments, reads a 16-bit
+gradient, and writes a 16-bit weight."""
 
 
 def measure_machine(disk: Disk) -> Machine:
-    """Measure the rates of processors, memory and the link to the device, in less than 10 s. `disk`: added to the
-    result. Main thread."""
+    """Measure the rates of processors, memory and the link to the device, in less than 10 s. `disk`: a disk already
+    measured, which the result lists. Call it on the main thread."""
     from tiered_zero.hardware import check
     from tiered_zero.hardware.probe import available_device_nbytes, available_host_nbytes
     from tiered_zero.hardware.runtime import build_accelerator
@@ -114,8 +114,9 @@ def on_record() -> tuple[Machine | None, str]:
 def machine_to_plan(
     path: Path | None, device_nbytes: int | None, host_nbytes: int | None, disks: Sequence[Disk]
 ) -> tuple[Machine, str]:
-    """Return the machine to plan for, and a line that names it. `path`: a file that describes it; None: this one.
-    `device_nbytes`, `host_nbytes`, `disks`: replace its memory sizes and disks. Raises ConfigError."""
+    """Return the machine to plan for, and a line that names it. `path`: a file that describes the machine; None: plan
+    for this machine. `device_nbytes`, `host_nbytes`, `disks`: used instead of the machine's own memory sizes and disks.
+    Raises ConfigError."""
     base, line = on_record()
     if path is not None:
         base = load_machine(path)

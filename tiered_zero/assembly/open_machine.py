@@ -111,8 +111,8 @@ def check_directories(keys: Mapping[tuple[str, ...], str]) -> list[str]:
 
 def clear_directories(keys: Mapping[tuple[str, ...], str], adopted: Container[Path] = ()) -> list[str]:
     """If the launcher has restarted its processes, remove the swap directories that its earlier processes left, except
-    committed state. Return a line for each swap path that still holds files of ended runs; the directories `adopted` do
-    not count. `keys`: the swap paths of one store -> the config key that names them."""
+    committed state. Return a line for each swap path that still holds files of ended runs, other than the directories
+    in `adopted`. `keys`: the swap paths of one store -> the config key that names them."""
     paths = [path for group in keys for path in group]
     if num_restarts() and local_rank() == 0:
         clear_restarted(paths, launch_name())

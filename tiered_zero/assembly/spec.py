@@ -45,9 +45,9 @@ from tiered_zero.unit.model import check_memory, list_params, module_tree, packe
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedMachine:
-    """The machine to plan for. `device_nbytes`, `host_nbytes`: its memory, in place of the config's limits; None: what
-    this machine has free, but no more than these limits. `ranks`: the number of processes that share the machine.
-    `sources`: what messages name as the origin of `device_nbytes` and of `host_nbytes`."""
+    """The machine to plan for. `device_nbytes`, `host_nbytes`: the machine's memory, which replaces the config's limit;
+    None: the free memory of this machine, but at most the config's limit. `ranks`: the number of processes that share
+    the machine. `sources`: the origins of `device_nbytes` and `host_nbytes`, as messages name them."""
 
     device_nbytes: int | None = None
     host_nbytes: int | None = None
@@ -136,7 +136,8 @@ def specify_run(
 
 
 NUM_CUTS_KEPT = 4
-"""How many cuts into sub-groups are kept. For 70 billion parameters one takes a second and 100 MB."""
+"""How many cuts of a model into sub-groups the cache keeps. One cut of 70 billion parameters takes a second and 100
+MB."""
 
 
 class _Cut:
@@ -174,8 +175,9 @@ class _Cut:
 
 
 def _specify(config: Config, *, cut: _Cut, machine: PlannedMachine, ranks: Collectives) -> RunSpec:
-    """Specify a run under `config`. While the plan does not fit host memory, halve the sub-groups, unless there would
-    be too many, or none uses a staging buffer. The caller has checked parameters and optimizer."""
+    """Specify a run under `config`. While the plan does not fit host memory, halve the size of sub-groups. Stop when a
+    smaller size would make too many sub-groups, or if no sub-group uses a staging buffer. The caller must have checked
+    parameters and optimizer."""
     effective, request = _request(config, cut.model, machine, ranks)
     rule = cut.make_rule(request.state_format, request.world_size, request.shards_params, request.shares_cores)
     if machine.device_nbytes is not None or find_device(config.tiered_zero.device).type != "cpu":
@@ -218,7 +220,8 @@ def _specify(config: Config, *, cut: _Cut, machine: PlannedMachine, ranks: Colle
 
 
 def _check_delayed(config: Config, world_size: int) -> None:
-    """Raise ModelError for delayed updates if many ranks gather parameters inside step(): at stage 1 or 2."""
+    """Raise ModelError if delayed updates are asked for with several ranks at stage 1 or 2, where step() gathers the
+    parameters."""
     stage = config.zero_optimization.stage
     if world_size > 1 and config.tiered_zero.update == "delayed" and stage in (1, 2):
         raise ModelError(
@@ -355,7 +358,7 @@ def _text(value: Any) -> str:
 
 
 def _with_common_window(plan: Plan, ranks: Collectives) -> Plan:
-    """Return the plan with the least room for paged parameters that any rank has."""
+    """Return the plan with the same room for paged parameters on all ranks: that of the rank with the least room."""
     if not plan.request.shards_params:
         return plan
     own = plan.pager_limits  # the order of gathers depends on it, and must be equal on all ranks

@@ -605,7 +605,7 @@ def list_tensors(
     with_frozen: bool = True,
 ) -> dict[str, TensorEntry]:
     """Return the tensors that this rank saves, by key, with this rank's parts only. `buffers`: the model's buffers by
-    name, if this rank saves them. Any thread."""
+    name, if this rank saves them. Any thread may use it."""
     found: dict[str, tuple[TensorEntry, list[Part]]] = {}
     rows = chain(
         chain.from_iterable(_list_subgroup(state, places, scalars, layout) for layout in state.own_layouts),

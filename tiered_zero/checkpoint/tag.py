@@ -196,8 +196,8 @@ class TagInfo:
 
 
 _PLAIN_MANIFEST_NBYTES: Final = 32 * MIB
-"""The size up to which a manifest is always read. A larger one, which may be hostile, is read only if the tag's files
-are large too: decoding takes some twenty times its bytes."""
+"""The size up to which a manifest is always read. A larger one may be hostile, and is read only if the tag's files are
+large too, because decoding a manifest takes about twenty times its bytes of memory."""
 
 _NO_CHECKPOINT: Final = f"it is not a checkpoint: it has no {MANIFEST_NAME}"
 _LOST: Final = f"a checkpoint that has lost its {MANIFEST_NAME}, without which its data cannot be read. Take another"

@@ -285,8 +285,8 @@ class TagWriter:
             raise _store_error(self.path, error, self._needed_nbytes) from error
 
     def prepare(self, fields: Mapping[str, Any], *, save_latest: bool = True) -> None:
-        """Write the manifest, and with `save_latest` the new `latest`, durably next to the present ones. Wait for the
-        end of this before `discard`. Raises OSError, StoreError."""
+        """Write the manifest, and with `save_latest` the new `latest`, durably next to the present ones. Call `discard`
+        only after this has ended. Raises OSError, StoreError."""
         assert self._directory is not None, "rank 0 publishes"
         prepare_file(self.path / MANIFEST_NAME, TagManifest(**fields, tag=self.tag, save_id=self.save_id).encode())
         sync_directory(self.path)

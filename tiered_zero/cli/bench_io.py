@@ -46,7 +46,8 @@ WANTED_NBYTES = GIB
 LEAST_NBYTES = 4 * MIB
 _LEAST_TRIAL_S = 0.01
 _FILL_SHARE, _END_SHARE = 0.15, 0.05
-"""Shares of the given seconds: to write the file before the trials, and to spare so that the command ends in time."""
+"""The share of the given seconds for writing the file before the trials, and the share that is left over at the end, so
+that the command ends in time."""
 
 
 @click.group("bench")

@@ -139,7 +139,8 @@ def _echo_reasons(reasons: Iterable[tuple[str, str]]) -> None:
 
 
 def _span(tags: Sequence[str]) -> str:
-    """Return the names of consecutive tags as text; of more than 6, the first, the last and their number."""
+    """Return the names of consecutive tags as text. If there are more than 6, name only the first and the last, and add
+    their number."""
     return ", ".join(tags) if len(tags) < 7 else f"{tags[0]} to {tags[-1]} ({len(tags)})"
 
 

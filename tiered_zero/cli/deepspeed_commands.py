@@ -43,7 +43,7 @@ sys.exit(launch_as_deepspeed())
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where the alias is installed: the directories of a Python's packages and of its commands."""
+    """The two directories of a Python installation in which the alias is installed: for packages, and for commands."""
 
     packages: Path
     scripts: Path

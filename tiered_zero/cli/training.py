@@ -110,7 +110,7 @@ class TrainOptions:
 
 @final
 class Training:
-    """Runs `tiered-zero train` on one rank. Main thread."""
+    """Runs `tiered-zero train` on one rank. Call it on the main thread."""
 
     def __init__(self, options: TrainOptions) -> None:
         """Check what can be checked before an engine is built. Raises ConfigError, StoreError, BadParameter."""
@@ -320,7 +320,7 @@ def _size(nbytes: int | None) -> str:
 
 
 class TrainingProgress:
-    """Logs a line about progress every 10 s. One thread."""
+    """Logs a line about progress every 10 s. Used by one thread."""
 
     def __init__(self, num_steps: int) -> None:
         self.done = self.first = 0

@@ -19,7 +19,7 @@ The timeout of the wait does not count that time."""
 
 
 class Transfer(ABC):
-    """One asynchronous operation: a job of a lane, a disk request, a milestone of an update. Any thread.
+    """One asynchronous operation: a job of a lane, a disk request, a milestone of an update. Any thread may use it.
 
     A transfer completes once, with or without an error. Until then the caller keeps the memory of the operation alive,
     and does not use it."""
@@ -170,7 +170,7 @@ def _run_in_order(queue: SimpleQueue[Callable[[], None] | None]) -> None:
 
 @final
 class FailureLatch:
-    """Remembers the first failure of a component. Any thread.
+    """Remembers the first failure of a component. Any thread may use it.
 
     The component calls `set` when it fails, and `check` before each use. Each function that the user calls runs inside
     `surfacing`: the first error that the user gets is the original failure; later errors are raised unchanged."""

@@ -104,8 +104,8 @@ def _no_effect(section: str, why: str, *, quiet: bool = False, **defaults: Any) 
 
 
 def _satisfied(section: str, why: str, **defaults: Any) -> list[Key]:
-    """Return keys that ask for what is always done here. `section`: their path, with a dot at its end. `defaults`: name
-    -> DeepSpeed's value."""
+    """Return keys without effect, because this package always does what they ask for. `section`: their path, with a dot
+    at its end. `defaults`: name -> DeepSpeed's value."""
     return _no_effect(section, why, quiet=True, **defaults)
 
 
@@ -121,7 +121,7 @@ def _refused_sections(why: str, *names: str, on: bool = False) -> list[Key]:
 
 
 def _bare(*names: str) -> list[Key]:
-    """Return a renamed key of zero_optimization for each name: `NAME` is another spelling of `stage3_NAME`."""
+    """For each name, return a key that reads zero_optimization.NAME as zero_optimization.stage3_NAME."""
     prefix = "zero_optimization."
     return [
         Key(path=prefix + n, fate=Fate.RENAMED, why="bare name", to=f"{prefix}stage3_{n}", quiet=True) for n in names
@@ -298,7 +298,8 @@ def asks_for_something(key: Key, value: Any) -> bool:
 
 
 def _switched_on(section: Mapping[str, Any]) -> bool:
-    """Return whether a section is on: by its key `enabled`, else if any value is neither false, "auto" nor empty."""
+    """Return whether a section is on. Its key `enabled` decides; without this key the section is on if any value is
+    neither false, "auto" nor empty."""
     off = (False, None, "auto", "false")
     if "enabled" in section:
         return section["enabled"] not in off and bool(section["enabled"])

@@ -47,8 +47,8 @@ def load(
 ) -> Config:
     """Read and validate a config, and return it. Raises ConfigError. `config`: a dict, or the path of a JSON file;
     None: the file `args.deepspeed_config`. `world_size`: the number of ranks, from which missing batch sizes are
-    computed. `to_train`: whether to refuse each "auto" that nothing fills in; if not, keep it for a trainer (such as
-    Transformers') to fill in, and take a missing micro-batch size as 1."""
+    computed. `to_train`: if true, refuse each "auto" that nothing fills in. If false, keep each such "auto" for a
+    trainer (such as Transformers') to fill in, and take a missing micro-batch size as 1."""
     named = getattr(args, "deepspeed_config", None)
     if (config is None) == (named is None):
         found = "neither" if config is None else f"both ({named} in args)"
@@ -78,13 +78,13 @@ def load(
 
 
 def _idle_key(path: str, why: str, *, quiet: bool = False) -> Key:
-    """Return a key without effect, whatever the table says. `quiet`: log no notice."""
+    """Return a key without effect. The table of keys is not consulted. `quiet`: log no notice."""
     return Key(path=path, fate=Fate.NO_EFFECT, why=why, quiet=quiet)
 
 
 def _plain(node: Any, path: str, reading: Reading) -> Any:
-    """Copy the dicts and lists of a config, without comments: keys that begin with "_". `path`: the keys that lead to
-    `node`, each followed by a dot. Raises ConfigError for a key that is no string."""
+    """Copy the dicts and lists of a config without comments, which are the keys that begin with "_". `path`: the keys
+    that lead to `node`, each followed by a dot. Raises ConfigError for a key that is no string."""
     if isinstance(node, Mapping):
         for name in node:
             if not isinstance(name, str):
@@ -246,9 +246,9 @@ def _nearest(path: str) -> str:
 
 
 def _batch(values: dict[str, Any], world_size: int, reading: Reading, to_train: bool) -> dict[str, int]:
-    """Return all three batch sizes; missing ones follow from train = micro * accumulation * ranks. `to_train`: False:
-    if "auto" leaves train and micro open, micro is 1. Raises ConfigError if too few are given, or if they contradict
-    each other."""
+    """Return all three batch sizes; missing ones follow from train = micro * accumulation * ranks. `to_train`: if
+    false, and "auto" leaves both train and micro open, micro becomes 1. Raises ConfigError if too few are given, or if
+    they contradict each other."""
     given: dict[str, int | None] = {}
     for name in _BATCH:
         try:
@@ -303,7 +303,8 @@ def _check_optimizer(section: dict[str, Any] | None) -> None:
 
 def _check_scheduler(section: dict[str, Any] | None, reading: Reading, to_train: bool) -> None:
     """Check that a DeepSpeed schedule's arguments have known names and allowed values, and resolve "auto" among them.
-    `to_train`: whether to refuse each "auto" that nothing fills in; if not, keep it for a trainer to fill in."""
+    `to_train`: if true, refuse each "auto" that nothing fills in; if false, keep each such "auto" for a trainer to fill
+    in."""
     kind = SCHEDULES.get(section["type"]) if section and isinstance(section.get("type"), str) else None
     if section is None or kind is None:
         return
@@ -401,7 +402,8 @@ def _describe(error: ValidationError) -> str:
 
 
 def _expected(problem: Mapping[str, Any]) -> str:
-    """Return what was expected, as text. `problem`: an error from pydantic, or from a validator of ours."""
+    """Return a text that says which value was expected. `problem`: an error from pydantic, or from one of this
+    package's validators."""
     text: str = problem["msg"]
     return text.removeprefix("Value error, ").replace("Input should be", "expected")
 

@@ -357,8 +357,8 @@ class StateLimitsSection(Section):
 
 
 class ActivationsSection(OffloadSection):
-    """Where activations rest between forward and backward: the inputs of blocks if the model uses activation
-    checkpointing, else all tensors that autograd saves."""
+    """Where activations rest between forward and backward. Activations are the inputs of blocks if the model uses
+    activation checkpointing, else all tensors that autograd saves."""
 
     limit: Nbytes = Field(
         None,
@@ -552,8 +552,8 @@ class Config(Section):
         return self
 
     def filled_in(self, settings: Mapping[str, Any]) -> Config:
-        """Return a copy in which `settings` (path -> value) fill the keys that the file leaves out, with placement
-        "as_written". Raises ValidationError if `settings` contradict a key of the file."""
+        """Return a copy with placement "as_written", in which `settings` (path -> value) give values to the keys that
+        the file leaves out. Raises ValidationError if `settings` contradict a key of the file."""
         values = self.model_dump(by_alias=True, exclude_unset=True)
         for path, value in settings.items():
             *sections, name = path.split(".")
@@ -568,8 +568,8 @@ class Config(Section):
 
     @property
     def activations_device(self) -> Device:
-        """Where activations rest: tiered_zero.activations.device if the file sets it; else cpu or none, by
-        cpu_checkpointing."""
+        """Where activations rest: tiered_zero.activations.device if the file sets this key; else cpu if
+        cpu_checkpointing is true, and none (the device) if not."""
         own = self.tiered_zero.activations
         if "device" not in own.model_fields_set and self.activation_checkpointing.cpu_checkpointing:
             return "cpu"

@@ -161,7 +161,8 @@ class Section(BaseModel):
 
 
 class SwitchedSection(Section):
-    """A section that its first field switches on. If it is off (false or "none"), defaults replace invalid values."""
+    """A section with a first field that switches the section on. If this field is off (false or "none"), defaults
+    replace invalid values of the other fields."""
 
     @field_validator("*", mode="wrap")
     @classmethod

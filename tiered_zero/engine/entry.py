@@ -49,7 +49,8 @@ class Movers:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineParts:
-    """What an engine holds. `optimizer`: None if it only evaluates. `observers`: called with each step's report."""
+    """What an engine holds. `optimizer`: None if the engine only evaluates. `observers`: called with each step's
+    report."""
 
     module: nn.Module
     config: Config
@@ -63,8 +64,8 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def on_one_thread(method: _Method) -> _Method:
-    """Decorate a method of the engine to raise ModelError while another thread uses the engine, and inside of a
-    forward, backward or step. See [Note: Interrupted calls]."""
+    """Decorate a method of the engine. A call of it raises ModelError if another thread uses the engine, or if a
+    forward, backward or step is running. See [Note: Interrupted calls]."""
 
     @wraps(method)
     def entered(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -94,8 +95,8 @@ class ModelParameters:
         self._trainable = {id(param) for param in self._params if param.requires_grad}
 
     def check(self) -> None:
-        """Raise ModelError if a parameter was replaced or removed. In a run that trains, also if one requires a
-        gradient that did not when the run began."""
+        """Raise ModelError if a parameter was replaced or removed. In a run that trains, also raise it if a parameter
+        requires a gradient now and did not when the run began."""
         named = dict(self.model.named_parameters())
         kept = [id(param) for param in named.values() if id(param) in self._names]
         for place, (identity, name) in enumerate(self._names.items()):

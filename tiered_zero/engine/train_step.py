@@ -73,11 +73,11 @@ class TrainStep:
         self._optimizer_in_backward = choice.optimizer_in_backward
         self._warned_of_no_gradient = False
         self.hold: ExitStack | None = None
-        """Holds KeyboardInterrupt back from a backward that has begun updates until their step has ended."""
+        """Defers KeyboardInterrupt: from a backward that begins updates until the step of these updates has ended."""
         self._handled = 0
         """The id of the exception that the program was handling when it called a module directly."""
         self._ending: weakref.ref[Callable[[], None]] | None = None
-        """The callback that autograd calls at the end of a `loss.backward()` of the user, while it exists."""
+        """The callback that autograd will call at the end of the user's own `loss.backward()`, as long as it exists."""
 
     # -- module hooks, on the driver thread or in a recomputation in backward ------------------------------------------
 
@@ -201,8 +201,8 @@ class TrainStep:
             )
 
     def recover(self) -> None:
-        """Drop an unfinished step. An interrupt leaves one, and so does a failed forward or `loss.backward()` past the
-        engine. Each call begins with this. Raises ModelError if a forked child process has to drop a step."""
+        """Drop an unfinished step. An interrupt leaves one, and so does a failed forward or `loss.backward()` without
+        the engine. Each call begins with this. Raises ModelError if a forked child process has to drop a step."""
         if self.is_closed:
             return
         pager = self.pager
@@ -359,8 +359,8 @@ class TrainStep:
         return boundary
 
     def _creates_state(self, optimizer: TieredOptimizer) -> bool:
-        """Create optimizer state, if torch.distributed.checkpoint calls this `optimizer.step()` for that alone. Return
-        whether it was created. The engine counts no step."""
+        """Create optimizer state, if torch.distributed.checkpoint has called `optimizer.step()` only to create it.
+        Return whether it was created. The engine counts no step."""
         counts = self.counts
         if counts.num_backwards or self.arrivals.num_own_backwards or counts.is_accumulating or optimizer.state:
             return False
@@ -597,8 +597,8 @@ class TrainStep:
             self.pager.driver.was_broken_off = False
 
     def _drop_gradients(self, are_taken: bool = False) -> None:
-        """Drop the step's gradients. `are_taken`: whether the update has taken them; then only those are dropped that
-        came later."""
+        """Drop the step's gradients. `are_taken`: whether the update has taken them; if so, drop only those that came
+        later."""
         gradients = self.gradients
         self.arrivals.reset()
         gradients.hide()
@@ -616,7 +616,7 @@ class TrainStep:
             self._drain()
 
     def _fail_ranks(self, error: BaseException | None) -> None:
-        """End the run on all ranks, after a forward or `loss.backward()` past the engine has failed on this one. Do
+        """End the run on all ranks, after a forward or `loss.backward()` without the engine has failed on this one. Do
         nothing if such calls run no collectives. `error`: None if the program has caught it."""
         name, reducer = self.phase.now.value, self._reducer
         if reducer is None or not (reducer.shards_params or reducer.is_open):

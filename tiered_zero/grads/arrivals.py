@@ -22,8 +22,9 @@ class GradientArrivals:
     """Passes each gradient that autograd has completed to the gradient store, after the user's own hooks. Runs on
     autograd's thread while the driver thread waits.
 
-    In `param.grad` these hooks find the sum with earlier backwards of the step, as in plain PyTorch. What they leave
-    there is passed to the store when the next gradient arrives or the backward ends.
+    The user's hooks find in `param.grad` the sum of this gradient and those of the step's earlier backwards, as in
+    plain PyTorch. The gradient that the hooks leave in `param.grad` is passed to the store when the next gradient
+    arrives or the backward ends.
 
     `_reducer`: averages gradients over ranks; None on one rank. `_on_unit_complete`: called when every gradient of a
     unit has arrived in a backward."""
@@ -46,7 +47,7 @@ class GradientArrivals:
     @contextmanager
     def engine_backward(self, *, is_last: bool, frees_graph: bool) -> Iterator[None]:
         """A context manager in which the engine runs a backward. `is_last`: whether it is the step's last backward.
-        `frees_graph`: whether autograd frees the graph in it. Raises transfer errors."""
+        `frees_graph`: whether this backward frees autograd's graph. Raises transfer errors."""
         self._is_engines, self._frees_graph = True, frees_graph
         try:
             self._begin_reduction(is_last)
@@ -101,8 +102,8 @@ class GradientArrivals:
             mark.is_met = True  # the graph is freed here: a later backward, which reduces, gets no gradient from it
 
     def begin_own_backward(self) -> None:
-        """Begin a backward that the engine did not start. If it gathers parameters and brings gradients, also begin to
-        reduce these gradients."""
+        """Begin a backward that the engine did not start. If this backward gathers parameters and produces gradients of
+        them, also begin to reduce the gradients."""
         self._is_counted = False
         # Every rank must begin the reduction at the same place among the gathers. The first gradient may come before a
         # gather on one rank and after it on another: the ranks would wait for each other.
@@ -119,11 +120,13 @@ class GradientArrivals:
             return False
 
     def expect(self, scaled: torch.Tensor) -> None:
-        """Record that `engine.scale` has divided the loss `scaled`: gradients of its backward are not divided again."""
+        """Record that `engine.scale` has divided the loss `scaled`, so that gradients of its backward are not divided
+        again."""
         scaled.register_hook(self._begin_scaled)  # type: ignore[no-untyped-call]
 
     def reset(self) -> None:
-        """Clear the counts of a step. Called when its gradients are dropped, or when its update has taken them."""
+        """Clear the counts of a step. Called when the step's gradients are dropped, or when the update has taken
+        them."""
         self._waiting.clear()
         self._is_scaled = False
         self.num_own_backwards = 0

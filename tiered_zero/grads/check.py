@@ -23,16 +23,18 @@ _FACTOR = 2.0
 """The factor by which the loss scale changes."""
 
 SQUARES_CHUNK_NUMEL = 1 << 18
-"""The number of squares added at once in fp64: they take 2 MiB of extra memory. It fixes the order of sums."""
+"""The number of squares that are added at once. In fp64 these squares take 2 MiB of extra memory. The number also fixes
+the order of additions."""
 
 NONE_BAD = -1
 Norm = float | torch.Tensor
-"""An fp32 norm: a float for a gradient in host memory, a 0-d tensor on the device for one on a device."""
+"""The fp32 norm of a gradient: a float if the gradient is in host memory, a 0-d tensor on the device if it is there."""
 
 
 def span_squares(values: torch.Tensor, span: range, unit: Unit) -> dict[int, list[torch.Tensor]]:
-    """Return parameter index -> fp64 sums of squares of its gradient, as 0-d tensors on the device of `values`, without
-    waiting. `values`: [n], elements `span` of the unit's averaged gradients."""
+    """Return parameter index -> the sums of squares of its gradient, one for each chunk of SQUARES_CHUNK_NUMEL
+    elements: 0-d fp64 tensors on the device of `values`. Does not wait for the device. `values`: [n], elements `span`
+    of the unit's averaged gradients."""
     squares: dict[int, list[torch.Tensor]] = {entry.param.index: [] for entry in unit.entries}
     for entry in unit.entries:
         stop = min(entry.stop, span.stop)
@@ -64,9 +66,9 @@ def check_gradients(
     """Compute the global norm and the clip factor of one rank's gradients, in fp32, as torch.nn.utils.clip_grad_norm_
     does.
 
-    `norms`: in the order of `model.parameters()`. `loss_scale`: a factor of the gradients, which is divided out.
-    `max_norm`: the largest norm that is not clipped; 0 does not clip. `device`: where the norms are added up, which is
-    the device of compute. The host waits for it once."""
+    `norms`: in the order of `model.parameters()`. `loss_scale`: the factor by which the gradients are multiplied; the
+    result is without this factor. `max_norm`: the largest norm that is not clipped; 0 does not clip. `device`: the
+    device of compute, on which the norms are added up. The host waits for this device once."""
     on_host = torch.tensor([norm for _, norm in norms if isinstance(norm, float)], dtype=torch.float32, device="cpu")
     numbers = iter(on_host.to(device).unbind())
     values = [next(numbers) if isinstance(norm, float) else norm.to(device) for _, norm in norms]
@@ -98,9 +100,9 @@ class LossScaler:
     """Adapts `scale`, the factor by which the loss is multiplied, at the end of each step.
 
     fp16.loss_scale > 0 is a fixed scale. 0 means a dynamic scale, which starts at 2**initial_scale_power and doubles
-    every `loss_scale_window` steps without overflow. After the start and each doubling, the first `hysteresis` - 1
-    overflows leave it unchanged; each further one halves it, down to `min_loss_scale`. With `consecutive_hysteresis`
-    each step without overflow restarts this count.
+    every `loss_scale_window` steps without overflow. After the start, and after each doubling, the first `hysteresis` -
+    1 overflows leave the scale unchanged. Each further overflow halves the scale, down to `min_loss_scale`. With
+    `consecutive_hysteresis`, each step without overflow restarts the count of overflows.
 
     Source: DeepSpeed 0.19, runtime/fp16/loss_scaler.py, DynamicLossScaler.update_scale."""
 
@@ -120,8 +122,8 @@ class LossScaler:
         self._credits = section.hysteresis
 
     def update(self, overflow: bool) -> None:
-        """Adapt `scale` at the end of a step. `overflow`: whether its gradients were not finite. Raises NonFiniteError,
-        with nothing changed, on an overflow at `min_loss_scale`."""
+        """Adapt `scale` at the end of a step. `overflow`: whether the step had gradients that are not finite. Raises
+        NonFiniteError, with nothing changed, if an overflow would lower a scale that is already `min_loss_scale`."""
         if not self.dynamic:
             return
         if overflow:
@@ -173,9 +175,9 @@ class LossScaler:
 
 @dataclass(frozen=True, kw_only=True)
 class OverflowCounts:
-    """Counts of steps with gradients that are not finite. `skipped`: all that were skipped. `skipped_in_a_row`: those
-    skipped since a step was last applied. `nonfinite_in_a_row`: all, skipped or applied, since the last step with
-    finite gradients."""
+    """Counts bad steps: those with gradients that are not finite. `skipped`: all bad steps that were skipped.
+    `skipped_in_a_row`: bad steps skipped since a step was last applied. `nonfinite_in_a_row`: bad steps, skipped or
+    applied, since the last step with finite gradients."""
 
     skipped: int = 0
     skipped_in_a_row: int = 0
@@ -184,9 +186,9 @@ class OverflowCounts:
 
 @final
 class OverflowGuard:
-    """Decides whether to skip a step, and adapts the loss scale. Driver thread. `scaler`: adapts the loss scale; None
-    without fp16. `checks`: whether to skip steps with gradients that are not finite; False applies them, as plain
-    PyTorch does, and logs a warning."""
+    """Decides whether to skip a step, and adapts the loss scale. Used on the driver thread. `scaler`: adapts the loss
+    scale; None without fp16. `checks`: whether to skip steps with gradients that are not finite; False applies them, as
+    plain PyTorch does, and logs a warning."""
 
     def __init__(self, scaler: LossScaler | None, checks: bool) -> None:
         self.scaler = scaler

@@ -1,9 +1,10 @@
 """Hold the gradients of one unit at their home, and copy them there from the device.
 
-[Note: Waits for gradients] Copies start as gradients come. The lane's stream is in order, so a wait for a unit's last
-copy is enough. Autograd's thread waits if too many bytes are in flight. The update waits for the gradients that it
-needs. The write of a window (a buffer for one unit's gradients on NVMe) waits too. For sums in host memory the reduce
-lane waits, buffer by buffer."""
+[Note: Waits for gradients] Copies start as gradients come. The lane's stream runs copies in order, so to wait for all
+copies of a unit it is enough to wait for the last one. Autograd's thread waits if too many bytes are in flight. The
+update waits for the gradients that it needs. A window (a host buffer for one unit's gradients that rest on NVMe) is
+written to disk only after the copies into it. To sum gradients in host memory, the reduce lane waits for the copies
+into each staging buffer."""
 
 from __future__ import annotations
 
@@ -29,19 +30,20 @@ from tiered_zero.tiers.step_gradients import FlatWindows, PagedFlat, UnitShare
 from tiered_zero.tiers.tier import Home, Tier
 
 SUM_CHUNK_NUMEL = 1 << 15
-"""The number of elements that the reduce lane adds at once: so few that torch uses only the lane's own thread."""
+"""The number of elements that the reduce lane adds at once. It is so small that torch adds them on the lane's own
+thread alone."""
 
 BATCH_NBYTES = 1 << 20
-"""Gradients of a unit are sent in one job once they reach this size, or once the unit's last gradient has come: a job
-costs more than the copy of a bias. Sums in host memory are sent once they fill a staging buffer: each of these jobs
-waits."""
+"""A unit's gradients are sent together, in one job, once they reach this size or the unit's last gradient has come. For
+a small gradient, such as that of a bias, a job of its own would cost more time than the copy. Gradients that are summed
+in host memory are sent once they fill a staging buffer, because each of their jobs waits for its copies."""
 
 STAGED_ALIGNMENT = 64
 """Alignment in bytes of gradients in one staging buffer: a cache line."""
 
 NUM_KEPT = 4
-"""The number of transferred batches that autograd's thread keeps; it frees older ones, in order. When the reduce lane
-freed them, at varying times, holes of 25 MiB were left in the heap."""
+"""The number of transferred batches that autograd's thread keeps. That thread frees older batches in the order in which
+they were sent. When the reduce lane freed batches, at varying times, holes of 25 MiB were left in the heap."""
 
 
 class ExpiredGradient(torch.Tensor):
@@ -61,8 +63,8 @@ class ExpiredGradient(torch.Tensor):
 
 @dataclass(kw_only=True)
 class UnitGradients:
-    """The gradients of one unit. Sets and dicts have parameter indices as elements and keys. GradientStore changes the
-    object, on the driver thread or autograd's.
+    """The gradients of one unit. The elements of sets and the keys of dicts are parameter indices. GradientStore
+    changes the object, on the driver thread or autograd's.
 
     * `flat`: the gradients, [P] of the unit's dtype, or fp32 if micro-batches are summed; padding is zero. Empty if the
       gradients are on NVMe, in `paged`. `opened` returns the flat in both cases.
@@ -74,8 +76,8 @@ class UnitGradients:
     * `last`: the last transfer of gradients to their home. `frozen`: whether the update of these gradients has begun.
     * `shown`: the tensors that users got as `param.grad`: views of the flat; copies, with a loss scale or on NVMe; or
       the user's own tensors, for parameters in `assigned`.
-    * `zeroed`: parameters whose gradient was set to 0: the next gradient replaces it.
-    * `shard`: the elements of the unit that `flat` holds, if it holds only this rank's shard; None: all.
+    * `zeroed`: parameters whose gradient was set to 0, so that the next gradient replaces it.
+    * `shard`: the elements of the unit that are in `flat`, if these are only this rank's shard; None if `flat` has all.
     * `num_sums`: the number of reductions of this step whose averages are in `flat`. At 0, a shard in `flat` is
       undefined.
     * `waiting`: gradients [numel] of this rank that no bucket has copied yet; fp32 if they are sums. They wait here if
@@ -161,7 +163,8 @@ class UnitGradients:
 
     @property
     def holds_sums(self) -> bool:
-        """Whether this rank's gradients are fp32: any in `waiting`, or `flat` if it holds the whole unit."""
+        """Whether this rank has gradients in fp32: one in `waiting`, or all in `flat` if `flat` holds the whole
+        unit."""
         own = [*([self.flat] if self.shard is None else []), *self.waiting.values()]
         return any(values.dtype == torch.float32 for values in own)
 
@@ -201,7 +204,7 @@ class UnitGradients:
         )
 
     def swap(self) -> None:
-        """Exchange `flat` and `spare`: the next backward writes to one while the update reads the other."""
+        """Exchange `flat` and `spare`, so that the next backward writes to one while the update reads the other."""
         if self.spare is not None:
             self.flat, self.spare = self.spare, self.flat
         if self.paged_spare is not None:
@@ -235,8 +238,9 @@ class UnitGradients:
             return entry.param.view(flat[entry.start : entry.stop]).to(dtype or flat.dtype, copy=True)
 
     def show(self, entry: FlatEntry, loss_scale: float) -> torch.Tensor:
-        """Return the tensor that users get as `param.grad`, the same object until the step ends: the user's own tensor,
-        or a view of `flat`. With a loss scale, or on NVMe, it is an unscaled copy instead of a view."""
+        """Return the tensor that users get as `param.grad`; it is the same object until the step ends. This is the
+        tensor that the user has assigned, or else a view of `flat`. With a loss scale, or on NVMe, it is an unscaled
+        copy instead of a view."""
         index = entry.param.index
         if index not in self.assigned:
             self.wait_transfers()
@@ -251,8 +255,8 @@ class UnitGradients:
         return self.copy(entry) if loss_scale == 1.0 else self.copy(entry, torch.float32).mul_(1 / loss_scale)
 
     def take_changed(self, loss_scale: float) -> list[tuple[FlatEntry, torch.Tensor]]:
-        """Return, unscaled, the gradients that users assigned and the copies that they changed. Every copy that a user
-        still holds expires: its use raises ModelError."""
+        """Return the gradients that users assigned, and the copies that users changed, both without the loss scale.
+        Every copy that a user still holds expires, so that its use raises ModelError."""
         if not self.shown:
             return []
         self.wait_transfers()
@@ -274,8 +278,8 @@ class UnitGradients:
         return {entry.param.index: self.flat[entry.start : entry.stop] for entry in present}
 
     def take_waiting(self) -> dict[int, torch.Tensor]:
-        """Return the gradients in `waiting`, and keep none. The caller calls `GradientStore.free_taken` once buckets
-        have copied them."""
+        """Return the gradients in `waiting`, and empty `waiting`. The caller must call `GradientStore.free_taken` once
+        buckets have copied them."""
         taken, self.waiting = self.waiting, {}
         return taken
 
@@ -353,8 +357,8 @@ class UnitGradients:
         self.norms.clear()
 
     def expire_views(self, indices: Iterable[int] | None = None) -> None:
-        """Make the tensors that users hold as `param.grad` raise ModelError at every use: their memory is used again.
-        `indices`: the parameters; None: all."""
+        """Make the tensors that users hold as `param.grad` raise ModelError at every use, because other values will
+        take their memory. `indices`: the parameters; None: all."""
         for index in tuple(self.shown) if indices is None else indices:
             view = self.shown.pop(index, None)
             if view is not None and index not in self.assigned:
@@ -380,7 +384,8 @@ def _padding(unit: Unit) -> Iterator[slice]:
 
 
 def copy_or_add(source: torch.Tensor, target: torch.Tensor, *, adds: bool, divisor: float = 1.0) -> None:
-    """Divide `source` [n] in place by `divisor`, then copy or add it to the first elements of `target`. Reduce lane."""
+    """Divide `source` [n] in place by `divisor`, then copy or add it to the first elements of `target`. Runs on the
+    reduce lane."""
     for low in range(0, source.numel(), SUM_CHUNK_NUMEL):
         chunk = source[low : low + SUM_CHUNK_NUMEL]
         into = target[low:][: chunk.numel()]
@@ -391,8 +396,8 @@ def copy_or_add(source: torch.Tensor, target: torch.Tensor, *, adds: bool, divis
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """One gradient on its way to its home: `source` [n] of the parameter `index`, for elements `place` of its unit's
-    flat. `adds`: add it to the gradient there; False replaces that gradient."""
+    """One gradient on its way to its home. `index`: its parameter. `source`: its values, [n]. `place`: its elements in
+    the unit's flat. `adds`: whether to add it to the gradient there; False replaces that gradient."""
 
     index: int
     place: slice
@@ -424,8 +429,8 @@ class GradientBatch(Transfer):
 
 @dataclass(eq=False, kw_only=True)
 class _Load:
-    """One staging buffer in use. `parts`: the copies and sums to make from it once `arrival`, which fills it, is
-    done."""
+    """One staging buffer in use. `arrival`: the transfer that fills the buffer. `parts`: the copies and sums to make
+    from the buffer after `arrival`."""
 
     lease: Lease
     parts: list[GradCopy] = field(default_factory=list)
@@ -435,7 +440,7 @@ class _Load:
 @final
 class InFlightGradients:
     """Sends gradients from the device to their homes, and limits the bytes in flight (gradients whose transfer has not
-    ended). Driver thread or autograd's."""
+    ended). Used on the driver thread or autograd's."""
 
     def __init__(self, runtime: Runtime, limit_nbytes: int, staging: StagingPool | None, norms: GradNorm) -> None:
         """`limit_nbytes`: if more bytes are in flight, autograd waits for the oldest gradients. `staging`: buffers for
@@ -489,7 +494,8 @@ class InFlightGradients:
         self._batches.append(batch)
 
     def _measure_on_device(self, batch: GradientBatch) -> None:
-        """Start to compute, on the device, the norms of the batch's gradients that replace earlier ones."""
+        """Start to compute, on the device, the norms of gradients in the batch, except of those that are added to
+        earlier gradients."""
         new = [arrival for arrival in batch.arrivals if not arrival.adds]
         norms = self._norms.on_device([arrival.source for arrival in new])
         batch.gradients.norms.update((arrival.index, norm) for arrival, norm in zip(new, norms, strict=True))
@@ -565,7 +571,8 @@ class InFlightGradients:
                 load.lease.release()
 
     def _loads(self, copies: Sequence[GradCopy]) -> Iterator[list[tuple[int, GradCopy]]]:
-        """Cut `copies` into parts. Yield for each staging buffer a list of pairs (first byte in it, part)."""
+        """Cut `copies` into parts that fit into staging buffers. Yield one list for each buffer, of pairs: the part's
+        first byte in the buffer, and the part."""
         room = 0 if self._staging is None else self._staging.buffer_nbytes
         parts: list[tuple[int, GradCopy]] = []
         used = 0

@@ -2,12 +2,12 @@
 `layout.buckets`.
 
 Buckets are reduced in backward if each rank keeps only its shard of gradients, or with `overlap_comm`; else in step().
-A unit is passed when backward brings no more gradients of it. In backward a bucket waits until all its units are
-passed.
+Backward has passed a unit when it will produce no more gradients of the unit. A bucket that is reduced in backward
+waits until backward has passed all its units.
 
-Ranks first agree which buckets to reduce. This choice, and the order of reductions and gathers, are the same on all
-ranks: they do not depend on when a gradient or a transfer is complete. See [Note: Places of reductions] and
-[Note: Order of sums over ranks]."""
+Ranks first agree on the buckets to reduce. All ranks make the same choice, and all reduce and gather in the same order,
+because neither depends on when a gradient or a transfer is complete. See [Note: Places of reductions] and [Note: Order
+of sums over ranks]."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ class GradientReducer:
     """Averages the gradients of all ranks, bucket by bucket. Used on the driver thread, or on autograd's while the
     driver waits.
 
-    Afterwards each rank's shard of a unit's flat holds the average. A parameter with a gradient on any rank then has
-    one on all: ranks without it add zeros.
+    After a reduction each rank's shard of a unit's flat holds the average. A parameter with a gradient on any rank then
+    has a gradient on all ranks, because ranks without one add zeros.
 
     [Note: Gradients of shards] If each rank keeps only its shards of gradients, every backward reduces buckets, in
     order:
@@ -77,8 +77,9 @@ class GradientReducer:
     first.
 
     [Note: Whole gradients in backward] With `overlap_comm` and gradients on the device, the last backward of a step
-    reduces in the same way, from flats that hold sums over micro-batches. This rank's shard of a reduced unit then
-    holds the average. Later gradients wait as above, and their average is added."""
+    reduces buckets in the same way. It reads flats that hold sums over micro-batches. Afterwards this rank's shard of a
+    reduced unit holds the average. Gradients that come after the reduction wait in the same way, and their average is
+    added."""
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class GradientReducer:
         self._receiving: frozenset[Unit] = frozenset()
         """The units that this backward, or step(), reduces."""
         self._adding: frozenset[Unit] = frozenset()
-        """Those of `_receiving` that hold sums of earlier reductions of this step."""
+        """Units in `_receiving` that already hold sums from earlier reductions of this step."""
         self._sources: dict[Unit, Mapping[int, torch.Tensor]] = {}
         """Unit -> parameter index -> this rank's gradient [numel], from which the unit's buckets are filled."""
         self.uses = UnitUses()
@@ -124,9 +125,10 @@ class GradientReducer:
         self.is_open = False
         """Whether a backward that reduces has begun and not ended."""
         self._is_last = False
-        """Whether the running reductions are the step's last ones: in its last backward, or in step()."""
+        """Whether the running reductions are the last ones of the step, made in its last backward or in step()."""
         self._num_backwards = self._num_steps = 0
-        """The number of backwards that have reduced since the last step(), and of steps that have reduced."""
+        """`_num_backwards`: the number of backwards that have reduced gradients since the last step(). `_num_steps`:
+        the number of steps that have."""
 
     def close(self) -> None:
         """Drop the memory of gradients and buckets."""
@@ -209,8 +211,7 @@ class GradientReducer:
         return self._units[unit].shard is not None or unit in self._adding
 
     def _receive_next(self, units: Iterable[Unit]) -> None:
-        """Set the units that get averages from the next reductions. Other units of their buckets are reduced as
-        zeros."""
+        """Set the units that the next reductions average. Other units in the same buckets are reduced as zeros."""
         self._receiving = frozenset(units)
         self._adding = frozenset(unit for unit in self._receiving if self._units[unit].num_sums)
 
@@ -271,7 +272,7 @@ class GradientReducer:
 
     def _agree_on_presence(self, micro_steps: int, global_steps: int) -> frozenset[Unit]:
         """Agree with the other ranks which parameters have a gradient, and which units hold sums of several backwards.
-        Return the units with gradients, on some rank, that no bucket has copied yet."""
+        Return the units that have, on some rank, gradients that no bucket has copied yet."""
         entries = [(each, entry) for each in self._units.values() for entry in each.unit.entries]
         flags = [entry.param.index in each.present for each, entry in entries]
         units = self._units.values()
@@ -368,8 +369,8 @@ class GradientReducer:
             self._memory.finish_all()
 
     def _dtype(self, bucket: Bucket) -> torch.dtype:
-        """Return the dtype of the bucket's sums: `Reduction.dtype`, if it is set. Else fp32 if any rank has sums of
-        several backwards, and the dtype of the units if none has."""
+        """Return the dtype of the bucket's sums: `Reduction.dtype`, if it is set. Otherwise it is fp32 if any rank has
+        sums of several backwards, else the dtype of the units."""
         if self._reduction.dtype is not None:
             return self._reduction.dtype
         own: torch.dtype = bucket.parts[0].unit.dtype
@@ -445,8 +446,8 @@ def _on_host(numbers: Sequence[torch.Tensor]) -> list[float]:
 
 @final
 class BucketMemory:
-    """The memory of buckets: arrays [n] uint8. Each is free, or holds a bucket while the bucket is reduced. Their
-    number limits the memory that gradients take on the device. Used on the thread of the reducer."""
+    """The memory of buckets: arrays [n] uint8. Each array is free, or holds a bucket that is being reduced. The number
+    of arrays limits the memory that gradients take on the device. Used on the thread of the reducer."""
 
     def __init__(self, memory: Sequence[torch.Tensor], runtime: Runtime) -> None:
         self._runtime = runtime
@@ -462,7 +463,7 @@ class BucketMemory:
         return self._free.popleft()
 
     def hold(self, memory: torch.Tensor, received: Transfer) -> None:
-        """Keep `memory`, a bucket's array, in use until `received` is complete: the bucket's sums are then at their
+        """Keep a bucket's array `memory` in use until the transfer `received` has moved the bucket's sums to their
         homes."""
         self._under_way.append((memory, received))
 
@@ -525,7 +526,7 @@ class UseMark:
 
 @final
 class UnitUses:
-    """Decides when backward has passed a unit, which means that it brings no more gradients of the unit. For parameters
+    """Decides when backward has passed a unit, that is, will produce no more gradients of the unit. Serves parameters
     that are whole on each rank. Used on the driver thread or autograd's.
 
     [Note: Marks of uses] Autograd runs nodes in the reverse order of forward if it can. So a hook on a module's input
@@ -533,9 +534,9 @@ class UnitUses:
     module that owns units. A backward that meets a mark has passed that call and all later ones. A unit is passed when
     backward has passed all of its calls.
 
-    There is no mark if autograd has computed no input of a call (token ids), or if a parameter is used outside of its
-    module. The unit is then passed once all of its parameters that ever had a gradient have one. A gradient that
-    comes later waits in the gradient store, which costs only memory and time."""
+    A call has no mark if autograd has computed none of its inputs (token ids). A use of a parameter outside of its
+    module has no mark either. A unit without marks is passed once all of its parameters that ever had a gradient have
+    one in this backward. A gradient that comes later waits in the gradient store, which costs only memory and time."""
 
     def __init__(self) -> None:
         self._numbers = count()
@@ -600,7 +601,7 @@ class UnitUses:
 
 @final
 class UseOrder:
-    """Decides when backward has passed a unit, only by the order in which units are used. For parameters that are
+    """Decides when backward has passed a unit, only by the order in which units are used. Serves parameters that are
     gathered in backward. Used on the driver thread, or on autograd's while the driver waits.
 
     [Note: Places of reductions] At stage 3 gathers and reductions are collectives of one group, so every rank must make
@@ -608,14 +609,14 @@ class UseOrder:
     and when, depends on the rank, for example on its experts. So a unit's buckets are reduced when backward begins to
     use another unit, before that unit's gather. Gradients that come later wait for the next backward.
 
-    A unit is passed once backward has used it as often as forward did and uses another one. A unit that backward does
-    not use is passed together with the next one in the order of buckets. The buckets of all other units are reduced at
-    the end of backward."""
+    A unit is passed once backward has used it as often as forward did and begins to use another unit. A unit that
+    backward does not use is passed together with the next unit in the order of buckets. The buckets of all other units
+    are reduced at the end of backward."""
 
     def __init__(self) -> None:
         self._left: Counter[Unit] = Counter()
-        """Unit -> uses in forward that no backward has repeated. Has a key for each unit used since the last
-        step()."""
+        """Unit -> the number of its uses in forward that backward has not repeated yet. Has a key for each unit used
+        since the last step()."""
         self._awaited: deque[Unit] = deque()
         """Units that this backward reduces and has not passed, in the order of buckets."""
         self._used: set[Unit] = set()

@@ -148,8 +148,8 @@ class GradientStore:
             gradients.flat[place].copy_(source)
 
     def _keep_waiting(self, gradients: UnitGradients, entry: FlatEntry, source: torch.Tensor) -> None:
-        """Keep `source`, a gradient [numel], on the device until a bucket copies it. If one waits already, add them in
-        fp32."""
+        """Keep `source`, a gradient [numel], on the device until a bucket copies it. If a gradient of this parameter
+        waits already, add the two in fp32."""
         waiting, index = gradients.waiting, entry.param.index
         if index in waiting:
             total = waiting[index].to(torch.float32) + source
@@ -174,8 +174,8 @@ class GradientStore:
         divisor: float = 1.0,
         measures: bool = False,
     ) -> Transfer:
-        """Start to move reduced gradients to elements `span` of their unit's flat, and return the transfer. Driver
-        thread or autograd's.
+        """Start to move reduced gradients to elements `span` of their unit's flat, and return the transfer. Used on the
+        driver thread or autograd's.
 
         `source`: [n], complete once `after` is done, and read until the returned transfer is done. `adds`: add it in
         fp32 to earlier reductions of this step. `divisor`: divides `source` first, in place. `measures`: also sum the
@@ -201,8 +201,8 @@ class GradientStore:
         return gradients.last
 
     def show_sum(self, param: nn.Parameter) -> None:
-        """Add the gradient at its home to `param.grad`: the user's hooks see the sum, as in plain PyTorch. Leave
-        `param.grad` as it is if the unit's gradients are sharded or reduced already."""
+        """Add the gradient at its home to `param.grad`, so that the user's hooks see the sum, as in plain PyTorch.
+        Leave `param.grad` as it is if the unit's gradients are sharded or reduced already."""
         with torch._C.DisableTorchFunctionSubclass():
             grad: torch.Tensor | None = GRAD_SLOT.__get__(param)
         if grad is None or (place := self._places.get(param)) is None:
@@ -327,7 +327,7 @@ class GradientStore:
         self._in_flight.clear()
 
     def zero(self) -> None:
-        """Set to 0 all gradients of this step, and of earlier steps back to the last zero_grad() that set gradients to
+        """Set to 0 all gradients of this step, and those of earlier steps since zero_grad() last set gradients to
         None."""
         for gradients in self._units.values():
             if gradients.present or gradients.earlier or gradients.num_sums:
@@ -353,8 +353,8 @@ class GradientStore:
         return any(map(_PRESENT, self._units.values()))
 
     def serve(self) -> None:
-        """Make `param.grad` read and assign the gradient at its home: for guarded parameters always, for those in use
-        while `is_shown`."""
+        """Make `param.grad` read and assign the gradient at its home. For guarded parameters it always does so, for
+        parameters in use only while `is_shown`."""
         set_gradient_home(self._places, self)
 
     def show(self) -> None:
@@ -373,9 +373,10 @@ class GradientStore:
         self._hidden = _HIDDEN_BY_UPDATE if updates_in_backward else self._hidden_by_ranks
 
     def read(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Return the value of `param.grad` between backward and step(): a view of the gradient's home; None without a
-        gradient. With a loss scale it is an unscaled fp32 copy instead; on NVMe it is a copy. Changes of a copy reach
-        the home later. Raises ModelError while gradients are hidden. Driver thread."""
+        """Return the value of `param.grad` between backward and step(): a view of the gradient's home, or None without
+        a gradient. With a loss scale, return an unscaled fp32 copy instead; on NVMe, return a copy. If the user changes
+        a copy, the change is written to the home later. Raises ModelError while gradients are hidden. Used on the
+        driver thread."""
         if (place := self._places.get(param)) is None or place[1].param.index not in place[0].present:
             return None
         self._refuse_if_hidden(place[1])
@@ -383,8 +384,9 @@ class GradientStore:
 
     def assign(self, param: nn.Parameter, value: torch.Tensor | None) -> None:
         """Make `value` the gradient of `param`, as `param.grad = value` does; None drops the gradient. `value` itself
-        may be kept, without a copy, until step(). With a loss scale, it is the unscaled gradient, and may be fp32.
-        Raises ModelError if its shape, dtype or device does not fit, and while gradients are hidden. Driver thread."""
+        may be kept, without a copy, until step(). With a loss scale, `value` is the unscaled gradient, and may be fp32.
+        Raises ModelError if the shape, dtype or device of `value` does not fit, and while gradients are hidden. Used on
+        the driver thread."""
         if (place := self._places.get(param)) is None:
             return
         gradients, entry = place
@@ -416,7 +418,7 @@ class GradientStore:
         gradients.assign(entry, value)
 
     def collect_assigned(self) -> None:
-        """Copy each gradient that users have assigned or changed to its home. Called before a step."""
+        """Copy to its home each gradient that users have assigned or changed. Called before a step."""
         for param, grad in self.take_unstored():
             self.assign(param, grad)
         for gradients in self._units.values():
@@ -466,7 +468,8 @@ class GradientStore:
     # -- norms -------------------------------------------------------------------------------------------------------
 
     def norms(self) -> Sequence[tuple[ParamSpec, Norm]]:
-        """Return each parameter with a gradient and the norm of the gradient, in the order of `model.parameters()`."""
+        """Return (parameter, norm of its gradient) for each parameter that has a gradient, in the order of
+        `model.parameters()`."""
         found = self._found()
         norms: dict[int, Norm] = {}
         missing: dict[int, torch.Tensor] = {}

@@ -245,11 +245,12 @@ LIMIT_S: Final = 1.0
 """`median_rate` stops repeating its work after this many seconds."""
 
 _SHAPES: Final = {True: (512, 512), False: (4096, 4096)}
-"""Whether the device is the CPU -> tokens and hidden size of the matrix products. On two idle cores of Zen 5, 512 x 512
-reaches 0.95 of the rate of 2048 x 2048."""
+"""The tokens and the hidden size of the matrix products. Key: whether the device is the CPU. On two idle cores of Zen
+5, 512 x 512 reaches 0.95 of the rate of 2048 x 2048."""
 
 _MODEL_SHAPES: Final = {True: (256, 2, 8192), False: (4096, 2, 16384)}
-"""Whether the device is the CPU -> tokens, blocks and vocabulary of the small model. `_SHAPES` has its hidden size."""
+"""The tokens, blocks and vocabulary of the small model. Key: whether the device is the CPU. `_SHAPES` has its hidden
+size."""
 
 _SLOW: Final = 0.1
 """The small model does not run in dtypes with less than this share of the rate of products in fp32."""
@@ -307,7 +308,8 @@ def model_rates(
 
 
 def _rate_besides(amount: float, product_s: float, work: Callable[[], object]) -> float:
-    """Return `amount` per second of `work`, after `product_s`, the seconds of its matrix products, are subtracted."""
+    """Measure the seconds of `work`, subtract `product_s`, the seconds of its matrix products, and return `amount` per
+    remaining second."""
     seconds = 1 / median_rate(1.0, work)
     return amount / max(seconds - product_s, seconds / 10)
 

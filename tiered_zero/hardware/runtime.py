@@ -107,8 +107,9 @@ def _choose(device: torch.device) -> str:
 
 
 def bind_to_share(ranks: Collectives, device: torch.device, system: Path = SYSTEM) -> None:
-    """Bind this process, with its threads and children, to its share of the host's processors. Collective. Ranks of a
-    host that may use exactly the same processors divide them, if there are enough. Other ranks change nothing."""
+    """Bind this process, with its threads and children, to its share of the host's processors. Every rank calls this.
+    Ranks of a host that may use exactly the same processors divide them, if there are enough. Other ranks change
+    nothing."""
     if ranks.world_size == 1 or not hasattr(os, "sched_setaffinity"):
         return
     cpus, host = sorted(os.sched_getaffinity(0)), boot_id()

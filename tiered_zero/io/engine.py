@@ -281,7 +281,7 @@ class IOTransfer(Transfer):
             raise self.error
 
     def _patience_s(self, begun_s: float) -> float:
-        """Return the seconds that the request may still take without progress. `begun_s`: when the wait began."""
+        """Return how many more seconds the request may go on without progress. `begun_s`: when the wait began."""
         # once a request has stalled only progress matters: if many hang, only the first wait takes the whole timeout
         since_s = self.progressed_s() if self.engine.has_stalled else max(begun_s, self.progressed_s())
         return since_s + self.engine.io_timeout_s - time.monotonic()

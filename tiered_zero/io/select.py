@@ -119,7 +119,7 @@ ENGINES: dict[str, Callable[..., IOEngine]] = {
 """Engines by name, best first."""
 
 _ACCESS = ((True, 512), (True, PAGE_NBYTES), (False, 1))
-"""(whether to use O_DIRECT, alignment), in the order in which they are tried."""
+"""Pairs (whether to use O_DIRECT, alignment), in the order in which they are tried."""
 
 PROBE_PREFIX = ".tiered-zero-probe-"
 """Prefix of the temporary files by which engines are tried. A process that is killed may leave one."""

@@ -54,7 +54,8 @@ class Bucket:
         return frozenset(part.unit for part in self.parts)
 
     def nbytes(self, itemsize: int) -> int:
-        """Return the bytes of the bucket and of the buffer behind it, which receives other ranks' rows."""
+        """Return the bytes of the bucket and of the buffer that follows the bucket in memory and receives rows from
+        other ranks."""
         row_numel = max(stop - start for start, stop in pairwise(self.bounds))
         num_others = len(self.bounds) - 2
         # the rows of all others up to SHARED_NUMEL elements, and at least one row
@@ -94,7 +95,8 @@ def cut_buckets(units: Sequence[Unit], world_size: int, bucket_numel: int) -> li
 
 
 def _bucket(columns: Sequence[tuple[Unit, range, bool]], world_size: int) -> Bucket:
-    """Build a bucket. `columns`: for each part (unit, range counted in each rank's shard, whether it is the last)."""
+    """Build a bucket. `columns`: for each part its unit, the range of elements that it takes from every rank's shard,
+    and whether it is the unit's last part."""
     ranks = range(world_size)
     spans = [[unit.shard(rank)[part.start : part.stop] for rank in ranks] for unit, part, _ in columns]
     bounds = tuple(accumulate((sum(len(own[rank]) for own in spans) for rank in ranks), initial=0))

@@ -12,14 +12,16 @@ from typing import Any, TypeVar, cast
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 
 PARAM_ALIGNMENT_NBYTES = 512
-"""Alignment of each parameter in its flat, that of torch's device allocators. GEMM libraries choose kernels by the
-alignment of operands, and another kernel may add in another order."""
+"""Alignment of each parameter in its flat. It equals the alignment of torch's device allocators, because GEMM libraries
+choose a kernel by the alignment of operands, and another kernel may add in another order."""
 
 PACKED_ALIGNMENT_NBYTES = 128
-"""Alignment of each of the model's buffers when they are packed for a checkpoint; nothing computes on them there."""
+"""Alignment of each of the model's buffers when they are packed for a checkpoint. It is less than
+PARAM_ALIGNMENT_NBYTES, because nothing computes on packed buffers."""
 
 CUT_NUMEL = PAGE_NBYTES // 2
-"""Shards and sub-groups end at multiples of this many elements: whole pages in any dtype, as tiers write them."""
+"""Shards and sub-groups end at multiples of this many elements. In any dtype these are whole pages, because tiers write
+whole pages."""
 
 Memory = TypeVar("Memory")
 """A 1-D, contiguous tensor; this package does not import torch."""
@@ -76,7 +78,7 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class FlatEntry:
-    """A parameter in a flat. `start`: the parameter's first element there."""
+    """A parameter in a flat. `start`: the position of the parameter's first element in the flat."""
 
     param: ParamSpec
     start: int
@@ -187,8 +189,8 @@ MAX_UNIT_NUMEL = 1 << 28
 """The most elements of a unit: half a GiB in 16 bits, far more than any link needs to reach its full rate."""
 
 SMALL_NUMEL = 1 << 20
-"""Small parts of a block are joined up to this many elements, and up to a 64th of the model. The calls for one more
-unit take as long as a copy of 2 MiB over PCIe."""
+"""Small parts of a block are joined into units of at most this many elements, and at most a 64th of the model, because
+the calls for each unit take as long as a copy of 2 MiB over PCIe."""
 
 
 @dataclass(frozen=True, kw_only=True)

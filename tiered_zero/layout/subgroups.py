@@ -15,8 +15,8 @@ AUTO_SUB_GROUP_NUMEL = 1 << 20
 sub-groups in flight, a step took a tenth longer."""
 
 MAX_SUB_GROUP_NUMEL = 1 << 22
-"""A sub_group_size above this means the automatic size. Most configs have DeepSpeed's default, 1e9, with which
-a small model would be one sub-group, and no transfer could run during its update."""
+"""A sub_group_size above this means the automatic size. Most configs have DeepSpeed's default, 1e9. With 1e9 a small
+model would be a single sub-group, and no transfer could run during the update."""
 
 QUANTIZED_BLOCK_NUMEL = 32
 """Elements of a block, whose 8-bit moments share one scale. In a sub-group every parameter starts at a block, in any
@@ -29,16 +29,16 @@ calls: 23 sub-groups of gpt2-124m instead of 119 saved 4% of a step's CPU time."
 
 IN_PLACE_SUB_GROUP_NUMEL = 1 << 25
 """The most elements of a sub-group if the size is open, state rests in memory and an accelerator computes. Each
-sub-group costs 0.2 to 0.6 ms between two kernel calls: 1.2 s a step for 7 billion parameters at
-AUTO_SUB_GROUP_NUMEL."""
+sub-group costs 0.2 to 0.6 ms between two kernel calls. With AUTO_SUB_GROUP_NUMEL this is 1.2 s per step for 7 billion
+parameters."""
 
 LEAST_SUB_GROUPS = 64
 """The automatic size cuts a model in memory into at least about this many sub-groups, so that a unit waits for
 few updates."""
 
 MAX_SUB_GROUPS = 1024
-"""The most sub-groups of a model below a billion elements: a smaller sub_group_size is raised. A sub_group_size of 100,
-harmless in DeepSpeed, made 84,000 sub-groups of 172 million elements."""
+"""The most sub-groups of a model with less than a billion elements. A sub_group_size that would make more is raised.
+For example, 100 is harmless in DeepSpeed, but here it cut 172 million elements into 84,000 sub-groups."""
 
 
 def sub_group_numel(given: int, units: Iterable[Unit], *, in_memory: bool = False, shares_cores: bool = False) -> int:
@@ -57,8 +57,9 @@ def sub_group_numel(given: int, units: Iterable[Unit], *, in_memory: bool = Fals
 
 @dataclass(frozen=True, kw_only=True)
 class ParamPiece:
-    """The part of one parameter in a sub-group. `index`: its place among the pieces. `start`, `param_start`: the
-    numbers of its first element in the sub-group and in the parameter. `group`: index of the param group."""
+    """The part of one parameter in a sub-group. `index`: its place among the pieces. `start`: the position of its first
+    element in the sub-group. `param_start`: the position of this element in the parameter. `group`: index of the param
+    group."""
 
     index: int
     param: ParamSpec
@@ -75,8 +76,8 @@ class ParamPiece:
 @dataclass(frozen=True, kw_only=True)
 class Segment:
     """A range of one unit in a sub-group. `unit_start`: its first element, counted in the unit's flat; `start`: counted
-    in the sub-group. `pieces`: the parts of parameters in it. The other elements are padding (zeros), or of parameters
-    that no param group holds."""
+    in the sub-group. `pieces`: the parts of parameters in the segment. All other elements are padding (zeros), or
+    belong to parameters that no param group holds."""
 
     unit: Unit
     unit_start: int
@@ -150,7 +151,8 @@ def cut_subgroups(
 
     `group_of`: parameter name -> index of its param group; other parameters are not stepped. `elementwise`: whether a
     sub-group may end inside a parameter; else it ends between units, and a larger unit is one sub-group. `apart`:
-    whether embeddings get sub-groups of their own, with the rest of their page or unit.
+    whether embeddings get sub-groups of their own. Such a sub-group also has the elements that share a page (or, if not
+    `elementwise`, a unit) with an embedding.
     """
     runs = (
         (unit, *run)
@@ -228,8 +230,9 @@ def _cut(
 
 
 def _runs(unit: Unit, shard: range, group_of: Mapping[str, int], elementwise: bool) -> list[tuple[int, int, bool]]:
-    """Cut a shard at page boundaries into parts with and without embeddings: (start, stop, holds embeddings). Return
-    one part if not `elementwise`. Embeddings that `group_of` does not name count as other parameters."""
+    """Cut a shard at page boundaries into parts with embeddings and parts without. Return (start, stop, holds
+    embeddings) for each part. Return one part if not `elementwise`. Embeddings that `group_of` does not name count as
+    other parameters."""
     embeddings = [
         (max(entry.start, shard.start), min(entry.stop, shard.stop))
         for entry in unit.entries

@@ -12,7 +12,8 @@ from tiered_zero.native.update import CopyNorm, Dtype, UpdateKernel
 
 _DTYPES = {torch.float32: Dtype.FLOAT32, torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16}
 _fused_tails: dict[str, bool | None] = {}
-"""Level of the kernel -> whether ATen's vector_norm was compiled with FMA; None if the kernel gives other bits."""
+"""Maps a level of the kernel to whether ATen's vector_norm was compiled with FMA. None: the kernel's norms differ from
+torch's at this level."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,8 @@ class GradCopy:
 @final
 class GradNorm:
     """Computes the fp32 norm of single gradients with the bits of `clip_grad_norm_`. The norm is not finite if an
-    element is not. Uses the native kernel if a test finds the same bits on this machine, else torch. Any thread."""
+    element is not. Uses the native kernel if a test finds the same bits on this machine, else torch. Any thread may use
+    it."""
 
     def __init__(self, kernel: UpdateKernel | None) -> None:
         self._kernel = None
@@ -46,8 +48,8 @@ class GradNorm:
         return self._kernel.copy_norms(list(map(_scan, grads)), fused_tail=self._fused_tail, threaded=True)
 
     def on_device(self, grads: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return the norms of gradients [n] on an accelerator, as 0-d tensors, without waiting. Driver thread or
-        autograd's."""
+        """Return the norms of gradients [n] on an accelerator, as 0-d tensors, without waiting. Used on the driver
+        thread or autograd's."""
         # the call of `clip_grad_norm_`, so the order of sums is the same
         return torch._foreach_norm(list(grads), 2, dtype=torch.float32) if grads else []
 

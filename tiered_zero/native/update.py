@@ -30,9 +30,9 @@ class Dtype(enum.IntEnum):
     BFLOAT16 = 1
     FLOAT16 = 2
     REMAINDER = 3
-    """The low half of a master, only for Adam: an int16 added to the bfloat16 `out`, the high half. The sign bit of the
-    second moment tells apart two masters, half a step above `out` and half a step below, which have the same
-    remainder: see rules/state_layout.py."""
+    """The low half of a master, as an int16; only for Adam. The kernel adds it to the high half, the bfloat16 `out`.
+    Two masters have the same remainder: one half a step above `out`, and one half a step below. The sign bit of the
+    second moment tells these two apart (see rules/state_layout.py)."""
 
 
 class Rule(enum.IntEnum):
@@ -53,7 +53,8 @@ class Flag(enum.IntFlag):
     TORCH_ROOT = 64
     """Take square roots by the kernel's `root` (MKL's function), which does not always round correctly."""
     NEWTON_ROOT = 128
-    """Take square roots by instructions that round as MKL's generic code does, which is not always correctly."""
+    """Take square roots by instructions that round as MKL's generic code does. The result is not always correctly
+    rounded."""
 
 
 class Hyper(ctypes.Structure):
@@ -90,8 +91,8 @@ CopyNorm = tuple[int, int | None, int, Dtype, Dtype, bool]
 
 
 class _CopyNormArgs(ctypes.Structure):
-    """One array to copy, and to add to a sum of squares. `source`, `target`: addresses; without a target nothing is
-    copied. `add`: add the array to the target. The types are numbers of `Dtype`."""
+    """One array to copy, whose norm the kernel may compute. `source`, `target`: addresses; without a target nothing is
+    copied. `add`: whether to add the array to the target instead of copying it. The types are numbers of `Dtype`."""
 
     _fields_ = struct_fields(
         (ctypes.c_void_p, "source target"),
@@ -124,9 +125,9 @@ class UpdateKernel:
         self._end.atexit = False  # exit ends the threads, and a last update may still run
 
     def update(self, table: int, num_runs: int) -> None:
-        """Take one optimizer step on `num_runs` runs. `table`: the address of one row of ADDRESSES_PER_RUN 64-bit
-        numbers for each run: the addresses of master, gradient, out (or 0) and three state arrays (or 0), the number of
-        elements, the address of its `Hyper`. Addresses must be valid during the call."""
+        """Take one optimizer step on `num_runs` runs. `table`: the address of a table with one row for each run. A row
+        has ADDRESSES_PER_RUN 64-bit numbers: the addresses of master, gradient, out (or 0) and three state arrays (or
+        0), the number of elements, and the address of the run's `Hyper`. Addresses must be valid during the call."""
         self._check(
             self._library.tz_update_batch(self._pool, table, num_runs, LEVELS[self.level], *(self.root or (None, None)))
         )
@@ -147,9 +148,9 @@ class UpdateKernel:
         self._check(self._library.tz_copy_arrays(self._pool, table, len(copies), LEVELS[self.level]))
 
     def copy_norms(self, copies: Sequence[CopyNorm], *, fused_tail: bool, threaded: bool = False) -> list[float]:
-        """For each of `copies`, copy the source to its target, add it there, or only read it if there is no target.
-        Return the L2 norm of each target, or of the source if there is none, in fp32, with squares summed in the same
-        order as by ATen's vector_norm. `fused_tail`: whether ATen was compiled with FMA. `threaded`: run on the
+        """Copy each source to its target, or add it to the target, as `copies` say. A source without a target is only
+        read. Return the fp32 L2 norm of each target (or of the source, if there is no target). Squares are summed in
+        the order of ATen's vector_norm. `fused_tail`: whether ATen was compiled with FMA. `threaded`: run on the
         kernel's threads; targets must not overlap. Addresses must be valid during the call."""
         table, norms = _copy_table(copies), (ctypes.c_float * len(copies))()
         pool = self._pool if threaded else None
@@ -204,7 +205,7 @@ def available_cpus(environment: Mapping[str, str] = os.environ, root: Path = Pat
 
 
 def num_kernel_threads(*, shares_cores: bool) -> int:
-    """Return how many threads a run's update kernel gets. `shares_cores`: the CPU computes too."""
+    """Return how many threads a run's update kernel gets. `shares_cores`: whether the CPU also computes the model."""
     return available_cpus() if shares_cores else max(1, available_cpus() - NUM_FREE_CORES)
 
 

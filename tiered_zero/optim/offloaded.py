@@ -108,8 +108,8 @@ class OffloadedOptimizer(TierStateOptimizer):
     ) -> float | None:
         """Update every parameter that has a gradient, wait until all are written, and return the closure's result.
 
-        `on_written`: called with each parameter, in the order of the groups, once its value is final; also for
-        parameters without a gradient. Later parameters may still be updated at that time."""
+        `on_written`: called with every parameter, also one without a gradient, as soon as its value is final, in the
+        order of the groups. Later parameters may then still be in their update."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -192,9 +192,9 @@ class OffloadedOptimizer(TierStateOptimizer):
         self._awaited_key = None
 
     def save_state_dict(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
-        """Call `save_state(directory)`, and return a state dict with a key of these files instead of tensors, for
-        trainers that pickle one. After it is loaded, `step()` raises until `load_state()` has read the files. A plain
-        torch optimizer refuses it."""
+        """Call `save_state(directory)`, and return a state dict for trainers that pickle one. In place of tensors, it
+        holds a key that identifies these files. After the state dict is loaded, `step()` raises until `load_state()`
+        has read the files. A plain torch optimizer refuses this state dict."""
         self.save_state(directory)
         with StateFiles(Path(directory), self.param_groups) as files:
             return {"state": {}, "param_groups": [], STAND_IN: files.key}
@@ -211,8 +211,8 @@ class OffloadedOptimizer(TierStateOptimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict()`, or that of a plain torch optimizer of the user's class. The result of
-        `save_state_dict()` holds no state: after it, call `load_state` before the next step."""
+        """Load a state dict of this class, or of a plain torch optimizer of the user's class. The result of
+        `save_state_dict()` holds no state, so after loading such a result, call `load_state` before the next step."""
         if (key := state_dict.get(STAND_IN)) is None:
             super().load_state_dict(state_dict)
         self._awaited_key = key
@@ -303,7 +303,8 @@ class _MovedState(Mapping[nn.Parameter, ParamState]):
     def __init__(self, view: StateView) -> None:
         self._view = view
         self._last: tuple[nn.Parameter | None, ParamState] = None, {}
-        """The parameter read last and its state. The writer asks again for each sub-group of a parameter."""
+        """The parameter read last and its state. They are kept because the writer reads a parameter once for each
+        sub-group that holds a part of it."""
 
     def __getitem__(self, param: nn.Parameter) -> ParamState:
         if self._last[0] is not param:
@@ -378,12 +379,12 @@ def _read_offload(offload: Mapping[str, Any]) -> Config:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Run:
-    """What an offloaded optimizer has while its tiers are open. `resources`: closes them. `watch`: raises if the user
-    has changed param groups in a way that the run cannot follow."""
+    """Holds the objects that an offloaded optimizer uses while its tiers are open. `resources`: closes these objects.
+    `watch`: raises if the user has changed param groups in a way that the run cannot follow."""
 
     params: UserParameters
     units: Sequence[Unit]
-    """The units, in the order of the parameters. A parameter without elements has none."""
+    """The units, in the order of the parameters. A parameter without elements has no unit."""
     plan: Plan
     runtime: Runtime
     policy: BarrierPolicy

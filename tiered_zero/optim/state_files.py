@@ -32,8 +32,8 @@ STAND_IN = "state_files"
 class _Index(JsonFile):
     """The JSON index of a saved optimizer. `groups`: the option values of each group, from `to_json`. `sizes`: the
     number of parameters in each group. `state`: for each parameter its values that are no tensors, from `to_json`.
-    `tensors`: "<number of the parameter>/<name of the value>", such as "3/exp_avg" -> what `_text` says of that
-    tensor."""
+    `tensors`: maps each tensor's name to its description from `_text`. A name such as "3/exp_avg" is the parameter's
+    number and the value's name."""
 
     format_name = "tiered_zero.optimizer_state"
 

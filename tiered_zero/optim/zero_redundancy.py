@@ -183,8 +183,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._consolidated = dict(sorted(found.items()))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all parameters in torch's format, as of the last `consolidate_state_dict` (one rank needs
-        no such call). Raises RuntimeError if this rank has only a part of the state."""
+        """Return the state of all parameters in torch's format, as of the last `consolidate_state_dict` (with a single
+        rank no call is needed). Raises RuntimeError if this rank has only a part of the state."""
         if self.world_size == 1:
             self.consolidate_state_dict()
         elif self._consolidated is None and self.optim.state:
@@ -257,8 +257,8 @@ def _open_together(ranks: ShardGroup, make: Callable[[], OffloadedOptimizer]) ->
 
 
 class _Broadcasts:
-    """Starts the broadcasts of one step, in one order on all ranks. A round broadcasts one parameter of every rank.
-    `messages`: for each rank the tensors that it broadcasts, as `_messages_of` returns them."""
+    """Starts the broadcasts of one step, in the same order on all ranks. A round broadcasts one parameter of every
+    rank. `messages`: for each rank the tensors that it broadcasts, as `_messages_of` returns them."""
 
     def __init__(self, ranks: ShardGroup, messages: Sequence[Sequence[tuple[int, Tensor]]]) -> None:
         self._ranks = ranks
@@ -312,8 +312,8 @@ def params_of(groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
 
 
 def _messages_of(groups: Sequence[Mapping[str, Any]]) -> list[tuple[int, Tensor]]:
-    """Return (number, elements) for each parameter that a rank broadcasts: `elements` may be sent once the first
-    `number` parameters of this rank are written. `groups`: the rank's param groups."""
+    """Return (number, elements) for each parameter that a rank broadcasts. The rank may send `elements` once its first
+    `number` parameters are written. `groups`: the rank's param groups."""
     messages = []
     for number, param in enumerate(params_of(groups), 1):
         if param.numel():

@@ -10,8 +10,8 @@ from tiered_zero.sizes import GIB, MIB, PAGE_NBYTES, align_up
 
 DEFAULT_NVME_NBYTES = 16 * GIB
 DEFAULT_HOST_SHARE = 4
-"""The budget if the config sets no limit. On nvme: DEFAULT_NVME_NBYTES. In host memory: a quarter (DEFAULT_HOST_SHARE)
-of the bytes that the rest of the plan leaves."""
+"""If the config sets no limit, the budget for activations on nvme is DEFAULT_NVME_NBYTES. In host memory the budget is
+a quarter (DEFAULT_HOST_SHARE) of the bytes that the rest of the plan leaves."""
 
 IN_FLIGHT_SHARE = 16
 MIN_IN_FLIGHT_NBYTES, MAX_IN_FLIGHT_NBYTES = 16 * MIB, GIB
@@ -119,8 +119,8 @@ class BlockShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationEstimate:
-    """Estimated bytes of the activations of one micro-batch, with activation checkpointing: backward computes each
-    block again."""
+    """Estimated bytes of the activations of one micro-batch under activation checkpointing, where backward computes
+    each block again."""
 
     tokens: int
     boundary_nbytes: int  # the saved input of one block

@@ -54,7 +54,8 @@ _FAMILIES = (
     (5e7, GPTConfig(vocab=50257, context=1024)),  # GPT-2
     (3e9, GPTConfig(vocab=128256, context=8192, tied=False)),  # Llama 3
 )
-"""The vocabulary, context and output head of real models, by their least number of parameters."""
+"""The vocabulary, context and output head of real models. The number before each is the least number of parameters for
+which it is used."""
 
 
 def gpt_of_size(num_wanted: float) -> GPTConfig:

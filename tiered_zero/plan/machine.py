@@ -126,7 +126,8 @@ def from_description(
     host_nbytes: int | None = None,
     disks: Sequence[Disk] = (),
 ) -> Machine:
-    """Return `base` with the given sizes and disks instead of its own. None for `base`: a machine without rates."""
+    """Return `base` with the given sizes and disks instead of its own. If `base` is None, start from a machine without
+    rates."""
     machine = base or Machine(name=DESCRIBED)
     if device_nbytes is not None and machine.device == "cpu":  # add an accelerator without known rates
         machine = replace(machine, device="cuda", flops_per_s={}, block_elements_per_s={}, logits_per_s={})

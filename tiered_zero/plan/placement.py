@@ -136,7 +136,8 @@ def _state_by_unit(subgroups: Sequence[SubGroupSize], state_tiers: Sequence[str]
 
 
 COMMIT_KINDS = {"param": "commit_param", "param_back": "commit_param", "state": "commit"}
-"""Kind of a slot -> the ledger's kind for the slot's second place on disk. Commits write the two places in turn."""
+"""Maps the kind of a slot to the kind under which the ledger counts the slot's second place on disk. Commits write to
+the first and the second place in turn."""
 
 NUM_GRADIENT_WINDOWS = 3
 """The number of windows: buffers in host memory, each for one unit's gradients on their way to or from nvme. One is
@@ -169,7 +170,7 @@ class PlannedSlot:
 
 def list_slots(tiers: Placement, request: PlanRequest, *, delayed: bool) -> list[PlannedSlot]:
     """List the slots of a run in the order in which they are reserved: units, sub-groups, buffers. `delayed`: whether
-    each unit that is updated has a second slot for parameters."""
+    updates are delayed; if so, each updated unit has a second slot for its parameters."""
     commits, is_half = request.config.tiered_zero.checkpoint.in_place, request.state_format == "bf16_remainder"
     slots: list[PlannedSlot] = []
 

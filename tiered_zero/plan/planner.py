@@ -40,14 +40,16 @@ WINDOW_UNITS = 3
 
 SHARED_SEGMENT_NBYTES, SEGMENT_NBYTES = 20 * MIB, 2 * MIB
 LEAST_SEGMENT_NBYTES = 10 * MIB
-"""Sizes of segments: torch's allocator takes memory on CUDA in them. Blocks larger than a MiB share segments of
-SHARED_SEGMENT_NBYTES. A block of at least LEAST_SEGMENT_NBYTES has its own segment, a multiple of SEGMENT_NBYTES."""
+"""Sizes of the segments in which torch's allocator takes memory on CUDA. A block of at least LEAST_SEGMENT_NBYTES has
+its own segment, whose size is a multiple of SEGMENT_NBYTES. Smaller blocks above a MiB share segments of
+SHARED_SEGMENT_NBYTES."""
 
 UPDATE_CHUNK_NUMEL, COPIES_CHUNK_NUMEL = 1 << 26, 1 << 22
 """The most elements that an update on the device steps at once: with fp32 state, and with state in other formats."""
 
 NUM_UPDATE_COPIES = 12
-"""Temporary fp32 arrays, each of COPIES_CHUNK_NUMEL, for state in other formats: copies of state, and for rounding."""
+"""The number of temporary fp32 arrays, each of COPIES_CHUNK_NUMEL elements, of an update of state in other formats: for
+copies of the state, and for rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +85,8 @@ class Plan:
     """Every size, placement and policy of a run.
 
     `in_flight_nbytes`: the most bytes of gradients on their way to the host, or to other ranks. `grad_itemsize`: bytes
-    of a gradient's element as autograd makes it. `activations`: how activations are offloaded; None: they stay on the
-    device.
+    of one element of a gradient in the dtype that autograd produces. `activations`: how activations are offloaded;
+    None: they stay on the device.
     """
 
     tiers: Placement
@@ -294,7 +296,8 @@ def _rows(tiers: Placement, staging: Staging, request: PlanRequest, *, delayed: 
 
 
 def _second_in_flight_nbytes(to_host: Sequence[Unit], request: PlanRequest, room_nbytes: int) -> int:
-    """Return the bytes of gradients of a second unit in flight; 0 if the CPU computes or the device has no room."""
+    """Return the bytes that a second unit's gradients add to the gradients in flight; 0 if the CPU computes or the
+    device has no room."""
     # On an accelerator a gradient is in flight from the launch of its computation on. With room for one unit only, the
     # host could not launch backward ahead of the device.
     second = sorted((unit.nbytes for unit in to_host), reverse=True)[1:2]
@@ -339,8 +342,9 @@ def _returned_nbytes(tiers: Placement, request: PlanRequest) -> int:
 
 
 def _pager_limits(paged: Sequence[Unit], request: PlanRequest, room_nbytes: int, tier: str) -> PagerLimits:
-    """Size the window: the largest chain (the paged units of a module and of all modules around it) and the two next
-    largest units, to fetch ahead. The window shrinks to `room_nbytes`, but not below the chain."""
+    """Size the window, which holds the largest chain and, to fetch ahead, the two largest other units. A chain is the
+    paged units of a module and of all modules around it. If `room_nbytes` is less, the window shrinks to it, but never
+    below the chain."""
     if not paged:
         return PagerLimits(live_nbytes=0)
     zero = request.config.zero_optimization
@@ -436,7 +440,8 @@ def _sentence(text: str) -> str:
 
 
 def _changes(plan: Plan, row: PlanRow, tier: str) -> Iterator[tuple[str, float]]:
-    """Yield (change of settings, share of the row's bytes on `tier` that it frees)."""
+    """Yield changes of settings that free a part of the row's bytes on `tier`, as pairs: the change, in words, and the
+    freed part, from 0 to 1."""
     request = plan.request
     kind, on_host = row.kind, tier == "host"
     if kind == "param" and row.tier == "device" and request.param_tier == "device" and not on_host:
@@ -476,7 +481,8 @@ def _changes(plan: Plan, row: PlanRow, tier: str) -> Iterator[tuple[str, float]]
 
 
 def _gradient_changes(plan: Plan, row: PlanRow, tier: str) -> Iterator[tuple[str, float]]:
-    """Yield (change of settings, share of the gradients' bytes on `tier` that it frees)."""
+    """Yield changes of settings that free a part of the gradients' bytes on `tier`, as pairs: the change, in words, and
+    the freed part, from 0 to 1."""
     request = plan.request
     if tier == "host" and request.gradient_tier == "host" and request.state_tier == "nvme":
         yield "set tiered_zero.gradients to auto", 1.0

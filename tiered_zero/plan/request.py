@@ -2,7 +2,7 @@
 
 [Note: The CPU as the device] If the CPU computes, paging to and from host memory only copies inside host memory: this
 took a third of a step's CPU time. So offload_param and offload_optimizer with device cpu run as none. Results are the
-same in every bit; the plan, its notice and every record name what runs. Paging stays
+same in every bit. The plan, its notice and every record name the devices that really run. Paging stays
 
 * with `tiered_zero.device_memory_limit`, which asks for a small device;
 * with seeded delays, which simulate another machine;
@@ -12,7 +12,7 @@ State stays in host memory
 
 * if the requested update policy needs it off the device;
 * if state is split over tiers;
-* if parameters rest on nvme: with state on the device, the update would copy them once more.
+* if parameters rest on nvme, because with state on the device the update would copy these parameters once more.
 
 Bytes on the device count against the limit of host memory, unless the device has its own limit or is simulated.
 """

@@ -19,8 +19,8 @@ enough for the disk's full rate."""
 
 NUM_PARAM_STAGING = 4
 AUTO_STATE_STAGING_NBYTES = 168 * MIB
-"""The least bytes for staging of state if the config gives no number of buffers: enough to keep the disk busy during a
-long update or wait."""
+"""The least total size of the staging buffers of state if the config gives no number of buffers. It is enough to keep
+the disk busy during a long update or wait."""
 
 NUM_GRADIENT_STAGING = 2
 """Gradient staging buffers: one is filled while the other is added up."""
@@ -30,8 +30,9 @@ NUM_BUCKETS = 2
 
 MAX_AUTO_STATE_STAGING_NBYTES = 640 * MIB
 MAX_AUTO_STATE_STAGING_SHARE = 16
-"""Staging of state grows until it holds the state of a whole unit, but not above these bytes, nor above a sixteenth
-of the host's limit. A tied embedding needs this: its gradient is complete last, and its update is needed first."""
+"""Staging of state grows until it holds the state of a whole unit. It grows to at most these bytes, and to at most a
+sixteenth of the host's limit. A tied embedding needs so much staging, because its gradient is complete last and its
+update is needed first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +122,8 @@ def _param_staging(on_nvme: Sequence[PlacedUnit], request: PlanRequest) -> Stagi
 
 
 def _state_staging(tiers: Placement, request: PlanRequest) -> StagingSize:
-    """Size the buffers in which sub-groups are updated. A buffer holds one sub-group's state and gradients on nvme, and
-    its parameters that the update cannot write in place."""
+    """Size the buffers in which sub-groups are updated. A buffer has room for one sub-group: for its state and
+    gradients, if these rest on nvme, and for the parameters that the update cannot write in place."""
     placed_by_index = {placed.unit.index: placed for placed in tiers.units}
     staged = []
     for subgroup, tier in tiers.placed_subgroups():

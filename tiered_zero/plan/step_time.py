@@ -2,11 +2,11 @@
 
 [Note: Predicted seconds] A step is a sequence of phases: the first forward, the other passes of its micro-batches, and
 with the policy barrier the update. In a phase units pass through stages in turn, such as fetch and compute; a stage
-handles one unit at a time. A phase takes as long as the last unit needs to leave the last stage, or as its busiest lane
-works, whichever is more. An update that overlaps compute is a stage: the first one of the first forward if a gradient
-check comes before it, the last one of the last backward if it starts there. A delayed update may take the whole step,
-and so may the reads that go ahead of an update in backward, as far as staging buffers hold them. If the CPU computes,
-compute, update, checksums and copies share one lane of cores.
+handles one unit at a time. A phase ends when the last unit leaves the last stage, but lasts at least as long as its
+busiest lane works. An update that overlaps compute is a stage, too. After a gradient check it is the first stage of the
+first forward; an update in backward is the last stage of the last backward. A delayed update may take the whole step.
+For an update in backward, reads ahead may take the whole step, too, as far as staging buffers have room for the bytes
+read. If the CPU computes, compute, update, checksums and copies share one lane of cores.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tiered_zero.sizes import TIERS
 
 MODEL_SHARE: Final = {"cpu": 0.45}
 OTHER_SHARE: Final = 0.75
-"""A forward's rate as a part of the rate of matrix products, if the rate of other work was not measured. OTHER_SHARE is
-for devices that MODEL_SHARE does not name."""
+"""The rate of a whole forward, divided by the rate of its matrix products. A prediction uses this share if the rate of
+all other work was not measured. MODEL_SHARE has it by device; OTHER_SHARE holds for all other devices."""
 
 PYTHON_S_PER_TENSOR: Final = 1.5e-4
 """Seconds of hooks and autograd for each trained tensor and micro-batch where the CPU computes."""
@@ -40,8 +40,8 @@ PYTHON_S_PER_SUB_GROUP: Final = 7e-4
 """Seconds between two calls of the update's kernel, for each sub-group."""
 
 WEIGHT_PASSES: Final = 8
-"""How often forward and backward together read the weights where the CPU computes, at the rate of copies. Matrix
-products of few rows wait for these reads."""
+"""How often forward and backward together read the weights if the CPU computes. The reads run at the rate of copies,
+and matrix products of few rows wait for them."""
 
 DISK_PASSES: Final = 2
 """How often the cores pass over each byte of the disk: for its checksum and for its copy."""
@@ -162,8 +162,8 @@ def _is_used(plan: Plan, tier: str) -> bool:
 
 
 def _hidden_from(tier: str, plan: Plan, work: Work, machine: Machine) -> tuple[int, bool]:
-    """Search for the least tokens in a step with which transfers of `tier` are hidden. Return (their number, True). If
-    none was found, return (largest number tried, False)."""
+    """Search for the least number of tokens in a step that hides the transfers of `tier` behind compute. Return
+    (number, True), or (largest number tried, False) if no number was found."""
     rates = _Rates(plan, machine) if plan.request.shares_cores else _Rates(plan, machine, only=tier)
 
     def is_hidden(factor: float) -> bool:
@@ -230,8 +230,8 @@ def _sum(loads: Iterable[Seconds]) -> dict[str, float]:
 
 
 class _Rates:
-    """Turns bytes into seconds, with a machine's rates. `only`: count the time of compute and of
-    this one tier; "": of compute and all tiers."""
+    """Turns bytes into seconds, with a machine's rates. `only`: the one tier whose time is counted, together with
+    compute; "": count all tiers."""
 
     def __init__(self, plan: Plan, machine: Machine, only: str = "") -> None:
         self.shares_cores = plan.request.shares_cores
@@ -257,7 +257,8 @@ class _Rates:
         return {resource: nbytes / rate, **(self.copy("fetch", DISK_PASSES * nbytes) if self.shares_cores else {})}
 
     def copy(self, resource: str, nbytes: float) -> Seconds:
-        """Return {resource: the seconds in which it reads or writes `nbytes` of host memory}."""
+        """Return the seconds in which `resource` reads or writes `nbytes` of host memory, as a dict with this one
+        key."""
         return {resource: nbytes / (self.machine.copy_bytes_per_s or 1.0)}
 
     def to_device(self, nbytes: float) -> Seconds:
@@ -270,7 +271,8 @@ class _Rates:
         return {"reduce": nbytes / (self.machine.from_device_bytes_per_s or 1.0)}
 
     def update(self, state_nbytes: float, other_nbytes: float) -> Seconds:
-        """Return the seconds in which the CPU updates state. `other_nbytes`: of gradients and parameters."""
+        """Return the seconds in which the CPU updates state. `other_nbytes`: the bytes of gradients and parameters in
+        the update."""
         seconds = (2 * state_nbytes + other_nbytes) / (self.machine.update_bytes_per_s or 1.0)
         return {"update": seconds + self._sub_groups_per_byte * state_nbytes * PYTHON_S_PER_SUB_GROUP}
 
@@ -310,7 +312,8 @@ class _Use:
 
 
 def _walk(uses: Sequence[_Use], on_device: deque[int]) -> Iterator[tuple[_Use, bool]]:
-    """Yield each use, and whether its unit has to be fetched. `on_device`: the indices of the units used last."""
+    """Yield each use, and whether its unit has to be fetched. `on_device`: the indices of the units on the device,
+    which are those used last."""
     for use in uses:
         yield use, use.unit not in on_device
         if use.unit in on_device:
@@ -319,7 +322,8 @@ def _walk(uses: Sequence[_Use], on_device: deque[int]) -> Iterator[tuple[_Use, b
 
 
 def _list_uses(plan: Plan, work: Work, rates: _Rates) -> list[_Use]:
-    """List the uses of units in a forward, in order. A tied embedding is used again at the end, for its product."""
+    """List the uses of units in a forward, in order. A tied embedding is used a second time at the end, as the output
+    head."""
     uses, heads = [], []
     products = max(1, sum(placed.unit.products_numel for placed in plan.tiers.units))
     trained = max(1, sum(placed.unit.params_numel for placed in plan.tiers.units if placed.state))
@@ -363,7 +367,8 @@ def _list_uses(plan: Plan, work: Work, rates: _Rates) -> list[_Use]:
 
 
 def _fetch(placed: PlacedUnit, rates: _Rates) -> tuple[Seconds, Seconds]:
-    """Return the seconds of fetching a unit's parameters: from their home, and from an update that has just ended."""
+    """Return the seconds of fetching a unit's parameters from their home, and the seconds of fetching them from an
+    update that has just ended."""
     if placed.is_resident:
         return {}, {}
     tier, nbytes = placed.param_tier, placed.param_nbytes
@@ -389,8 +394,8 @@ def _gradient(placed: PlacedUnit, plan: Plan, work: Work, rates: _Rates) -> Seco
 
 
 def _update(placed: PlacedUnit, rates: _Rates) -> Seconds:
-    """Return what the update of a unit's state costs. On an accelerator, an update of state on the device takes no time
-    of the other lanes."""
+    """Return the seconds that the update of a unit's state takes on each resource. On an accelerator, updating state
+    that rests on the device counts as 0."""
     tiers = TIERS if rates.shares_cores else TIERS[1:]
     nbytes, all_nbytes = sum(placed.state.get(tier, 0) for tier in tiers), sum(placed.state.values())
     if not nbytes:

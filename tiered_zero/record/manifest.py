@@ -37,8 +37,8 @@ NEXT_NAME: Final = next_path(Path(MANIFEST_NAME)).name
 
 
 class Range(NamedTuple):
-    """Bytes `[start, end)` of a record, in the record's slot number `slot`. `digest`: their xxh3-64; None if they
-    cannot be verified."""
+    """The bytes `[start, end)` of a record, which lie in one of the record's slots: the one with the number `slot`.
+    `digest`: their xxh3-64; None if they cannot be verified."""
 
     start: Count
     end: Count

@@ -507,8 +507,8 @@ class _State:
 
 @final
 class RecordTable:
-    """Keeps the table of a store's records: slots, written ranges, requests in flight. Any thread. A write never goes
-    to an extent (a range of the files) that the durable manifest names; this makes commits safe."""
+    """Keeps the table of a store's records: slots, written ranges, requests in flight. Any thread may use it. A write
+    never goes to an extent (a range of the files) that the durable manifest names; this makes commits safe."""
 
     def __init__(self, capacity_nbytes: int) -> None:
         self._lock = threading.Lock()

@@ -149,9 +149,9 @@ def make_rule(
     """Make the update rule for the optimizer `source`. Adam, AdamW, SGD, Adagrad and Lion get the native kernel, unless
     a param group has an option of torch's own code (_TORCH_CODE).
 
-    `steps_parts`: whether each rank steps only parts of parameters. With it, or with state that is not fp32, these five
-    classes ignore fused and foreach. `num_threads`: the threads of the kernel; None: one for each CPU that this process
-    may use. Raises ConfigError if the rule cannot keep its state in `state_format`.
+    `steps_parts`: whether each rank steps only parts of parameters. If `steps_parts` is true, or state is not fp32,
+    these five classes ignore fused and foreach. `num_threads`: the threads of the kernel; None: one for each CPU that
+    this process may use. Raises ConfigError if the rule cannot keep its state in `state_format`.
     """
     is_own = steps_parts or state_format != "fp32"
     given = [option for option in _TORCH_CODE if any(group.get(option) for group in source.param_groups)]

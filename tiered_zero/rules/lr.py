@@ -29,9 +29,9 @@ class Schedule(ABC):
     """A learning rate schedule with the interface of torch's LRScheduler. It changes only `param_groups`."""
 
     def __init__(self, optimizer: Optimizer, **params: Any) -> None:
-        """Check `params`, and set the first rate if `last_batch_iteration` is -1. The class of the same name in
-        `config.schema` has types and defaults. Raises ValueError for unknown parameters, and ConfigError for a list
-        whose length is not the number of param groups."""
+        """Check `params`, and set the first rate if `last_batch_iteration` is -1. The types and defaults of `params`
+        come from the class of the same name in `config.schema`. Raises ValueError for unknown parameters, and
+        ConfigError for a list whose length is not the number of param groups."""
         self.optimizer = optimizer
         self._own_lrs = self.get_last_lr()
         values = SCHEDULES[type(self).__name__].model_validate(params)

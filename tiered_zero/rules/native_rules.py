@@ -4,10 +4,10 @@ kernel is missing or rounds differently.
 [Note: bits of torch] On fp32 gradients the kernel gives the bits of the torch optimizer's for-loop and foreach forms:
 the same operations in the same order, with fused multiply-add exactly where ATen's AVX2 and AVX-512 code has it. All
 operations are IEEE except the square root. If torch was built with MKL, its root is MKL's: this differs from the exact
-root by one unit in the last place for 0 to 20% of all values, depending on the processor. So the kernel takes the first
-of three roots that has torch's bits: the exact root; Newton's; MKL's own (VMSSQRT_, exported by libtorch_cpu), six
-times slower than the exact one. For 16-bit gradients it takes the exact root: only equality between placements is
-promised there.
+root by one unit in the last place for 0 to 20% of all values, depending on the processor. So the kernel tries three
+roots, and takes the first that has torch's bits: the exact root, Newton's, and MKL's own (VMSSQRT_, exported by
+libtorch_cpu), which is six times slower than the exact one. For 16-bit gradients it takes the exact root, because only
+equality between placements is promised for them.
 
 Two facts depend on the machine, and are tested before a rule uses the kernel for fp32 gradients: that the root equals
 torch's, and that multiplications and additions are fused where the kernel fuses them. If a test fails (ATen without
@@ -61,7 +61,8 @@ _DTYPE = attrgetter("dtype")
 _IS_CPU = attrgetter("is_cpu")
 _MASTER, _GRAD = attrgetter("master"), attrgetter("grad")
 _torch_bits: dict[Hashable, bool] = {}
-"""(rule, kernel) -> whether updates by both together have torch's bits. Each pair is tested once per process."""
+"""Maps (rule, kernel) to whether updates by this rule on this kernel have torch's bits. Each pair is tested once per
+process."""
 
 _ROOTS = Flag(0), Flag.NEWTON_ROOT, Flag.TORCH_ROOT
 """The kernel's square roots, fastest first."""
@@ -106,7 +107,8 @@ class NativeRule(UpdateRule):
     _takes_root = False
     _counts_steps = True
     _variants: Sequence[Mapping[str, Any]] = ()
-    """Param group values for the test of torch's bits. With the defaults, they cover every operation."""
+    """The param group values with which the test of torch's bits runs, after a test with the defaults. Together they
+    cover every operation of the rule."""
 
     def __init__(self, kernel: UpdateKernel | None, state_dtype: torch.dtype = torch.float32, **options: Any) -> None:
         """Make the rule, and test whether the kernel gives torch's bits. `kernel`: the native kernel; None: torch makes
@@ -131,7 +133,8 @@ class NativeRule(UpdateRule):
         """Compute the kernel's factors for one step, in double precision as torch does."""
 
     def _phase(self, scalars: Mapping[str, Any]) -> float:
-        """Return the number of steps made; if the rule does not count steps, 1 if its state is filled, else 0."""
+        """Return the number of steps made. A rule that does not count steps returns 1 if its state is filled, else
+        0."""
         return float(scalars.get("step", 0)) if self._counts_steps else float("initialized" in scalars)
 
     def _next_scalars(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,7 +161,7 @@ class NativeRule(UpdateRule):
         return own
 
     def _completed(self, hyper: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of a param group, completed by the class's defaults, and with fused set to None."""
+        """Return the values of a param group. Missing values get the class's defaults, and fused becomes None."""
         return {**self._defaults, **hyper, **_UNFUSED}
 
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
@@ -198,7 +201,7 @@ class NativeRule(UpdateRule):
                 self._update_by_torch(group)
 
     def kind_of(self, run: Run) -> Hashable:
-        """Return a key: the kernel steps runs with equal keys together, because their factors are equal."""
+        """Return a key of the run. Runs with equal keys have equal factors, so the kernel steps them together."""
         dtypes = run.master.dtype, run.grad.dtype, None if run.out is None else run.out.dtype
         return id(run.hyper), self._phase(run.scalars), run.grad_scale, run.master.is_cpu, run.grad.is_cpu, dtypes
 
@@ -261,7 +264,7 @@ class NativeRule(UpdateRule):
         return _Batch(runs=runs, table=table, hyper=hyper, scalars=self._next_scalars(values, first.scalars))
 
     def _update_by_torch(self, runs: Sequence[Run]) -> None:
-        """Step runs with the same `kind_of` by torch's own code. In formats other than fp32, copies are stepped."""
+        """Step runs with the same `kind_of` by torch's own code. If masters or state are not fp32, step fp32 copies."""
         first = runs[0]
         hyper = self._completed(first.hyper)
         self.refuse_unplanned(self._array_names(hyper), first.state)

@@ -24,7 +24,7 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def _decoded_bytes() -> dict[torch.dtype, torch.Tensor]:
-    """Return dtype of codes -> [256] fp32. Entry b is the value of the code with byte b, divided by the scale."""
+    """Return a table, [256] fp32, for each dtype of codes. Entry b is the decoded value of byte b, for a scale of 1."""
     code = torch.arange(256, dtype=torch.float64)
     # Products, without pow, so that the tables are equal on every processor. The kernel reads them too.
     signed, square = torch.where(code < 128, code, code - 256) / _SIGNED, (code / _UNSIGNED).square()

@@ -127,7 +127,7 @@ class UpdateRule(ABC):
             self.kernel.close()
 
     def refuse_unplanned(self, needed: Iterable[str], planned: Collection[str]) -> None:
-        """Raise ModelError if state arrays are `needed` that were not `planned`."""
+        """Raise ModelError if a state array in `needed` is missing from `planned`."""
         if missing := sorted({*needed} - {*planned}):
             raise ModelError(
                 f"{self.name} was planned with the state arrays {sorted(planned)}; it needs {missing} besides. Give "

@@ -15,9 +15,10 @@ tiered_zero.state_format:
     master = (bits of the parameter << 16) + remainder + (mark << 16)
 
 The parameter is the master rounded to nearest, ties to even. The remainder is a signed 16-bit number, the low half of
-the master. One bit is missing, because an even parameter stands for 65,537 masters, both neighbouring ties included.
-That bit is the mark: set if the master is a tie above (in magnitude) its even parameter. The mark is stored in the sign
-of Adam's second moment, which is never negative. Infinities are kept; every NaN becomes the same NaN.
+the master. Sixteen bits are not enough, because an even parameter stands for 65,537 masters, both neighbouring ties
+included. The mark is the additional bit. It is set if the master is a tie above (in magnitude) its even parameter. The
+mark is stored in the sign of Adam's second moment, which is never negative. Infinities are kept; every NaN becomes the
+same NaN.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ class MasterFormat(ABC):
 
     @abstractmethod
     def copy_unstepped(self, masters: Parts, outs: Parts) -> None:
-        """Round `masters`, arrays that this update does not step, into `outs`, the memory of their parameters."""
+        """Round `masters`, which this update does not step, and write the results to `outs`, the memory of their
+        parameters."""
 
 
 class FullMasters(MasterFormat):
@@ -136,7 +138,8 @@ class FullMasters(MasterFormat):
 
 @final
 class FollowingMasters(FullMasters):
-    """Stores fp32 masters of 16-bit parameters. An update first copies changes by user code from the parameters."""
+    """Stores fp32 masters of 16-bit parameters. If user code has changed parameters, an update first copies the new
+    values to the masters."""
 
     follows_params = True
 
@@ -176,7 +179,8 @@ class ParamMasters(MasterFormat):
 
 @final
 class RemainderMasters(MasterFormat):
-    """Stores int16 remainders of bf16 parameters; marks are signs of second moments: [Note: bf16 and remainder]."""
+    """Stores int16 remainders of bf16 parameters; the signs of second moments hold the marks. See [Note: bf16 and
+    remainder]."""
 
     dtypes = (torch.int16, torch.float32)
     needs_params = True
@@ -263,8 +267,8 @@ class StateLayout:
 
     @property
     def has_own_masters(self) -> bool:
-        """Whether the slot stores masters to which an update first copies the parameters that user code has changed.
-        Such masters are saved with the optimizer state."""
+        """Whether the slot stores masters that follow the parameters: if user code has changed a parameter, an update
+        first copies the new value to the master. Such masters are saved with the optimizer state."""
         return self.masters.follows_params and bool(self.masters.dtypes)
 
     def _append(self, field: StateField, piece: int | None) -> None:
@@ -313,8 +317,9 @@ class StateLayout:
         stop: int | None = None,
         views: Mapping[int, torch.Tensor] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """Return name -> view of a piece's state in `raw`, the slot's bytes. `stop`: for an elementwise rule, the end
-        of the views in the sub-group; None: the piece's end. `views`: `views(raw)`, if the caller has it."""
+        """Return name -> view of a piece's state in `raw`, the slot's bytes. `stop`: for an elementwise rule, the
+        element of the sub-group at which the views end; None: at the piece's end. `views`: `views(raw)`, if the caller
+        has it."""
         state = {}
         for array in self.arrays_for(piece):
             view = _view(raw, array) if views is None else views[array.offset]

@@ -83,7 +83,8 @@ def advance(
 ) -> tuple[list[State], Group]:
     """Step `optimizer` once on `leaves`, its only parameters. `group`: the values of their param group. `states`: the
     state of each leaf. Return each leaf's new state, and the values of the group that the step changed. `tracks_group`:
-    whether to look for such values; False if the class is known to change none."""
+    whether to look for group values that the step changed; False if the optimizer's class is known to change none of
+    them."""
     own = copied_group(group) if tracks_group else group
     optimizer.param_groups = [{**own, "params": list(leaves)}]
     optimizer.state = defaultdict(dict, zip(leaves, states, strict=True))
@@ -244,7 +245,8 @@ TEMPORARIES: dict[type[Optimizer], int] = {
     **dict.fromkeys((torch.optim.ASGD, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.RMSprop), 2),
     torch.optim.Adadelta: 3,
 }
-"""Class -> `UpdateRule.temporaries` of torch's foreach code, which steps many parameters with one launch."""
+"""Maps an optimizer class to the number of temporary arrays that torch's foreach code needs (see
+`UpdateRule.temporaries`). This code steps many parameters with one launch."""
 
 REFUSED: dict[type[Optimizer], str] = {
     torch.optim.LBFGS: "it evaluates the model several times within a step and couples all parameters",
@@ -280,7 +282,8 @@ class TorchRule(UpdateRule):
         self.temporaries = TEMPORARIES.get(kind, self.temporaries)
         self._optimizer = bare_copy(optimizer)
         self._construct: _Constructor | None = None
-        """The constructor, if it creates state, as Adagrad's does; None: the first step creates it."""
+        """The constructor of the optimizer, if it creates the state, as Adagrad's does; None if the first step creates
+        the state."""
         self._expected: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
         """For each param group of this step: the copy that the step reads, and the values that the step changes."""
         self._fields: dict[tuple[tuple[int, ...], str], list[StateField]] = {}
@@ -309,7 +312,7 @@ class TorchRule(UpdateRule):
         return list(self._fields[key])
 
     def update(self, runs: Sequence[Run]) -> None:
-        """Make one step on every run. Called on any thread, but on one at a time."""
+        """Make one step on every run. Any thread may call this, but only one thread at a time."""
         for run in runs:
             self._refuse_options(run.hyper, run.master.device)
         with torch.no_grad():
@@ -341,7 +344,8 @@ class TorchRule(UpdateRule):
         self, values: Mapping[str, Any], state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]
     ) -> State:
         """Copy state in torch's format to the arrays `state`, and return the scalars. Scalar tensors become fp32 on the
-        CPU, but a step count keeps its dtype. With fused or capturable all become fp32 on the device of the arrays."""
+        CPU, but a step count keeps its dtype. If the param group sets fused or capturable, all scalar tensors become
+        fp32 on the device of the arrays."""
         scalars = flattened(values)
         for name, home in state.items():
             if isinstance(scalars.get(name), torch.Tensor):
@@ -495,8 +499,8 @@ class TorchRule(UpdateRule):
         ]
 
     def advance_groups(self, groups: Sequence[dict[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> None:
-        """If the class changes its param groups in a step, make one step's changes in the user's `groups`. A trial step
-        on a small parameter finds them. `frozen`: the values of the groups before the step."""
+        """If the class changes its param groups in a step, apply the changes of one step to the user's `groups`. A
+        trial step on a small parameter finds these changes. `frozen`: the values of the groups before the step."""
         self._expected = []
         if not self.keeps_group_state:
             return

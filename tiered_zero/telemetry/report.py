@@ -92,7 +92,8 @@ class StepReport(JsonRecord):
     """Numbers and bytes of the activations that were moved, and of those that had no room; empty if none are
     offloaded."""
     cpu_share: float | None = None
-    """CPU seconds of the process / CPU seconds that its compute threads could use; None if an accelerator computes."""
+    """The CPU seconds of the process, divided by the CPU seconds that its compute threads could use; None if an
+    accelerator computes."""
 
     @property
     def bytes_per_s(self) -> dict[str, float]:
@@ -137,8 +138,8 @@ def build_step_report(
 
 @final
 class StepMeter:
-    """Measures each step, collects the losses and tokens of its micro-batches, and builds its report. Driver thread.
-    `num_threads`: threads of compute on the CPU; 0 if an accelerator computes."""
+    """Measures each step, collects the losses and tokens of its micro-batches, and builds its report. Used on the
+    driver thread. `num_threads`: threads of compute on the CPU; 0 if an accelerator computes."""
 
     def __init__(self, recorder: Recorder, ledger: Ledger, num_threads: int = 0) -> None:
         self._num_threads, self._start_cpu_s = num_threads, time.process_time()
@@ -270,7 +271,7 @@ class RunReport(JsonRecord):
 
 
 class RunTotals:
-    """Sums the reports of a run's steps to a RunReport. One thread."""
+    """Sums the reports of a run's steps to a RunReport. Used by one thread."""
 
     def __init__(
         self, planned_nbytes: Mapping[str, int] | None = None, predicted: Mapping[str, float] | None = None

@@ -150,7 +150,7 @@ class PrivateFile:
 
 
 class RunLog:
-    """Writes a run's record to a file. One thread. Raises ConfigError."""
+    """Writes a run's record to a file. Used by one thread. Raises ConfigError."""
 
     def __init__(self, header: RunHeader, path: str | os.PathLike[str]) -> None:
         self._file = PrivateFile(path, "tiered_zero.report")
@@ -259,7 +259,7 @@ def by_start(spans: Iterable[Span]) -> list[Span]:
 
 
 class TraceWriter:
-    """Writes spans to a trace file. One thread. `metadata`: labels of the trace. Raises ConfigError."""
+    """Writes spans to a trace file. Used by one thread. `metadata`: labels of the trace. Raises ConfigError."""
 
     def __init__(self, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
         self._file = PrivateFile(path, "tiered_zero.trace")

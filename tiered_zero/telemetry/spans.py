@@ -61,7 +61,7 @@ class Totals:
 
 
 class Recorder:
-    """Sums spans by lane and kind; while `keep_spans` is true, also keeps each span. Any thread."""
+    """Sums spans by lane and kind; while `keep_spans` is true, also keeps each span. Any thread may use it."""
 
     def __init__(self, keep_spans: bool = False) -> None:
         self.keep_spans = keep_spans
@@ -85,7 +85,7 @@ class Recorder:
         return _OpenSpan(recorder=self, lane=lane, kind=kind, name=name, nbytes=nbytes)
 
     def add(self, lane: str, kind: str, name: str, start_s: float, end_s: float, nbytes: int = 0) -> None:
-        """Record a span that has ended already. Any thread. `nbytes`: bytes that arrived in the span."""
+        """Record a span that has ended already. Any thread may use it. `nbytes`: bytes that arrived in the span."""
         with self._lock:
             outer = next((span for span in reversed(self._open) if span.lane == lane), None)
             span = _OpenSpan(recorder=self, lane=lane, kind=kind, name=name, start_s=start_s, outer=outer)
@@ -172,7 +172,7 @@ class _OpenSpan:
 
 class Ledger:
     """Counts the bytes that a run has allocated, by tier and kind. Charge an allocation before making it; discharge it
-    when it is freed. Any thread. `limits`: tier -> the most bytes."""
+    when it is freed. Any thread may use it. `limits`: tier -> the most bytes."""
 
     def __init__(self, limits: Mapping[str, int] | None = None) -> None:
         self._limits = dict(limits or {})

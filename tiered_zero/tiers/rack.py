@@ -80,7 +80,8 @@ class TierRack:
         staging = self.param_staging or self.state_staging
         by_paths = {paths: NvmeTier(store, staging, runtime) for paths, store in stores.items() if staging is not None}
         self.nvme: dict[str, NvmeTier] = {}
-        """Kind of bytes ("param", "state", "gradient", "activation") -> their tier on nvme, if some rest there."""
+        """Kind of bytes ("param", "state", "gradient", "activation") -> the nvme tier that holds them. A kind without
+        bytes on nvme is not in it."""
         for kind, own in (("param", zero.offload_param.nvme_paths), ("state", zero.offload_optimizer.nvme_paths)):
             if own in by_paths:
                 self.nvme[kind] = by_paths[own]

@@ -46,8 +46,8 @@ class UnitShare:
 
 
 class GradientSource(ABC):
-    """The gradients that one update reads, by segment (the part of a unit in one sub-group). One thread at a time.
-    Methods that are not abstract are written for gradients that lie in host memory from the start."""
+    """The gradients that one update reads, by segment (the part of a unit in one sub-group). Used by one thread at a
+    time. Methods that are not abstract are written for gradients that lie in host memory from the start."""
 
     @abstractmethod
     def has(self, unit: Unit, param: ParamSpec) -> bool:
@@ -204,8 +204,8 @@ def _write(flat: PagedFlat, lease: Lease) -> Transfer:
 
 @final
 class FlatWindows:
-    """Leases windows (buffers in host memory) to flats of gradients. Any thread. `writes_ahead`: whether the write of
-    the oldest window starts once no window is free; else it starts when another flat needs a window."""
+    """Leases windows (buffers in host memory) to flats of gradients. Any thread may use it. `writes_ahead`: whether the
+    write of the oldest window starts once no window is free; else it starts when another flat needs a window."""
 
     def __init__(self, pool: StagingPool, recorder: Recorder, *, writes_ahead: bool) -> None:
         self._pool, self._recorder = pool, recorder

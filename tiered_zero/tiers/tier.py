@@ -29,7 +29,7 @@ from tiered_zero.telemetry.spans import Ledger
 @dataclass(eq=False, kw_only=True)
 class Slot:
     """A named region of a tier. `nbytes`: whole pages. `kind`: the category under which the ledger counts it. `tensor`:
-    the slot's own bytes, [n] uint8 and n >= nbytes, for use in place; None if memory cannot address them (nvme)."""
+    the slot's own bytes, [n] uint8 with n >= nbytes, for use in place; None on nvme."""
 
     name: str
     nbytes: int
@@ -38,9 +38,9 @@ class Slot:
 
 
 class Tier(ABC):
-    """A place where bytes rest. Offsets and lengths are in bytes, and whole pages. A buffer is page-aligned host
-    memory, [nbytes] uint8, such as a part of a leased staging buffer. Transfers raise TransferError or CorruptionError.
-    Called by the driver or the update thread."""
+    """A place where bytes rest. Offsets and lengths are in bytes, and multiples of a page. A buffer is page-aligned
+    host memory, [nbytes] uint8, such as a part of a leased staging buffer. Transfers raise TransferError or
+    CorruptionError. Called by the driver or the update thread."""
 
     name: str
 
@@ -170,7 +170,7 @@ StartCopy = Callable[[torch.Tensor, torch.Tensor], Transfer]
 
 class UnitUpdate:
     """The update of one unit. `computed`: completes when all new parameters are in staging memory or in their slot.
-    `written`: completes when all are in their slot. Any thread.
+    `written`: completes when all are in their slot. Any thread may use it.
 
     A fetch need not wait for `written`. It sets its target with `forward_to`. Parts that are not in the slot yet are
     copied to the target from staging memory."""

@@ -36,7 +36,8 @@ class Schedule:
     wrong prediction costs only time. Keys are pairs, because a pass uses a tied unit twice (embedding, then head).
 
     [Note: Expected uses] The expected uses are the predicted next ones, in order. A use becomes expected when its unit
-    is prefetched, or is already on the device. All are dropped if the next use is not the first expected one."""
+    is prefetched, or is already on the device. If the next use is not the first of them, all expected uses are
+    dropped."""
 
     def __init__(self) -> None:
         self._next: dict[Pair, Use] = {}
@@ -47,21 +48,23 @@ class Schedule:
         """Unit -> the pair that ends with its last use, and `_position` after that use."""
         self._numel_of: dict[PagedUnit, int] = {}
         self._distances: dict[Pair, int] = {}
-        """Pair that ends with a use of a unit -> the number of elements used, last time, until the unit's next use."""
+        """Pair that ends with a use of a unit -> the number of elements that were used last time between this use and
+        the unit's next use."""
         self._ahead: deque[Use] = deque()
         """The expected uses."""
         self._tip: Pair = (None, None)
-        """The pair that ends with the last expected use. If no use is expected: `_last`."""
+        """The pair that ends with the last expected use, or `_last` if no use is expected."""
         self.expected: dict[PagedUnit, int] = {}
-        """Unit -> the number of expected uses of that unit; units without any are not in it."""
+        """Unit -> the number of its expected uses. Has no key for a unit without expected uses."""
         self._counted: set[PagedUnit] = set()
-        """Expected units that `expected_numel` counts: all except a unit that was in use when it became expected."""
+        """The expected units whose elements `expected_numel` counts. A unit that was in use when it became expected is
+        not counted."""
         self.expected_numel = 0
         """The number of elements of the units in `_counted`."""
 
     def observe(self, phase: str, unit: PagedUnit, numel: int) -> bool:
         """Record a use of `unit`, with `numel` elements, in the pass `phase`. Successive uses of one unit are one use.
-        Return False if another use was expected: the caller then calls `end_expected`."""
+        Return False if another use was expected; the caller must then call `end_expected`."""
         use = (phase, unit)
         if use == self._last[1]:
             return True
@@ -101,9 +104,10 @@ class Schedule:
     # -- ahead -----------------------------------------------------------------------------------------------------
 
     def expect_next(self, current: PagedUnit, until: str = "") -> Iterator[PagedUnit]:
-        """Make the next uses expected, one by one, in the order in which they came last time. Yield a unit before its
-        first use becomes expected, so that the caller can fetch it; do not yield `current`, the unit in use. End before
-        a use in the pass `until`, and when the next use is unknown or the known uses begin to repeat."""
+        """Make the next uses expected, one by one, in the order in which they came last time. Before the first use of a
+        unit becomes expected, yield the unit, so that the caller can fetch it; the unit in use, `current`, is not
+        yielded. Stop before a use in the pass `until`, when the next use is unknown, and when the known uses begin to
+        repeat."""
         seen = set()
         while (pair := self._tip) not in seen and len(self._ahead) < len(self._next):
             if (use := self._next.get(pair)) is None or use[0] == until:
@@ -140,13 +144,13 @@ class Schedule:
 
 @final
 class UnitCache:
-    """Moves whole units between their homes and the device. Driver thread, or autograd's.
+    """Moves whole units between their homes and the device. Used on the driver thread or autograd's.
 
     [Note: Order of gathers] If homes hold shards, every fetch is a gather, so all ranks must fetch and evict the same
     units in the same order. With several ranks, decisions here depend only on the schedule, the plan and the units'
     states. They do not depend on what may differ between ranks: whether a transfer is done, and which views of a unit
-    other code holds. Such a view keeps the memory of an evicted unit: decisions count this memory as free, the check of
-    the device's limit counts it as used."""
+    other code holds. An evicted unit keeps its memory while other code holds a view of it. Decisions count this memory
+    as free, but the check of the device's limit counts it as used."""
 
     def __init__(self, runtime: Runtime, inventory: Inventory, limits: PagerLimits, units: UnitTable) -> None:
         self._accelerator = runtime.accelerator
@@ -160,7 +164,7 @@ class UnitCache:
         """Paged units that have memory, the least recently used first."""
         self._live_nbytes = 0
         self._kept_nbytes = 0
-        """The bytes of offloaded units whose memory a view keeps."""
+        """The bytes of offloaded units that still have memory, because other code holds or held a view of it."""
         self._shares_order = runtime.collectives.world_size > 1
         """Whether every rank must make the same decisions. [Note: Order of gathers]"""
         self._has_warned = False
@@ -190,7 +194,7 @@ class UnitCache:
 
     def fetch(self, paged: PagedUnit) -> None:
         """Fetch a unit that is about to be used, and evict idle units to make room. Raises BudgetError if the units in
-        use leave no room in the plan, and OutOfMemoryError if the device has none."""
+        use leave no room in the plan, and OutOfMemoryError if the device has no free memory."""
         if self.is_closed:
             self.refuse_closed(paged)
         if self._kept_nbytes or self._missing_nbytes(paged) > 0:
@@ -238,8 +242,9 @@ class UnitCache:
         return self._collectives.all_gather(flat, flat[paged.own], f"unit {name}", after=[fetch], order=order)
 
     def prefetch(self, current: PagedUnit, phase: CallPhase) -> None:
-        """Fetch the next units after `current`: up to stage3_prefetch_bucket_size elements, but at least one unit; none
-        if that size is 0. Stop at a unit that finds no room or must wait for its update. [Note: Expected uses]"""
+        """Fetch the units that are used next after `current`, up to stage3_prefetch_bucket_size elements, but at least
+        one unit. If that size is 0, fetch none. Stop at a unit for which there is no room, or that must wait for its
+        update. [Note: Expected uses]"""
         # In the last backward of a step, fetch for the next forward only units that step() will not change; with
         # several ranks none, because which updates have begun may differ between ranks.
         bucket_numel, schedule = self._limits.prefetch_numel, self.schedule
@@ -311,8 +316,8 @@ class UnitCache:
         self.evict(paged)
 
     def guard(self, paged: PagedUnit) -> None:
-        """Guard a unit in use. If user code has written to it on the device but not to its home, evict it instead:
-        that drops what was written."""
+        """Guard a unit in use. If user code has changed the unit on the device but not at its home, evict the unit
+        instead, which drops the change."""
         self.look(paged)
         if paged.weights is WeightState.STALE:
             self.evict(paged)
@@ -367,7 +372,8 @@ class UnitCache:
         return [paged for paged in self._order if paged.is_kept and not paged.storage.is_viewed]
 
     def _missing_nbytes(self, paged: PagedUnit) -> int:
-        """Return how many bytes the device lacks for `paged`; at most 0 if there is room. [Note: Order of gathers]"""
+        """Return how many bytes have to be freed on the device to make room for `paged`; 0 or less if there is room.
+        [Note: Order of gathers]"""
         if self._shares_order:
             counted_nbytes, is_counted = self._live_nbytes - self._kept_nbytes, paged.state is not UnitState.OFFLOADED
         else:

@@ -35,8 +35,8 @@ class Phase(Enum):
 
 @final
 class CallPhase:
-    """The phase of the engine's call. `TrainStep` sets the fields. Driver thread, or autograd's threads
-    while the driver waits in backward."""
+    """The phase of the engine's call that runs now. `TrainStep` sets the fields. Used on the driver thread, or on
+    autograd's threads while the driver waits in backward."""
 
     def __init__(self) -> None:
         self.now = Phase.IDLE
@@ -45,9 +45,10 @@ class CallPhase:
         self.step_follows = False
         """Whether the running backward is that of the last micro-batch of its step."""
         self.records = True
-        """Whether grad mode was on when the outermost forward began. A reentrant checkpoint turns it off inside."""
+        """Whether grad mode was on when the outermost forward began. Inside this forward, a reentrant checkpoint turns
+        grad mode off."""
         self.task: int | None = None
-        """The id of autograd's graph task of the last backward that the engine has noticed."""
+        """The last backward that the engine has noticed, as the id of its graph task in autograd."""
 
     @property
     def pass_name(self) -> str:
@@ -59,16 +60,17 @@ class CallPhase:
 
 @final
 class DriverThread:
-    """Admits one thread at a time, the driver thread, to an engine and its model. Autograd's threads are admitted with
-    the thread that waits in backward."""
+    """Admits one thread at a time, the driver thread, to an engine and its model. While the driver thread waits in
+    backward, autograd's threads are admitted too."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        """Guards the three fields below. Reentrant: a signal's handler may run while the lock is held."""
+        """Guards the three fields below. It is reentrant, because a signal handler may run while the lock is held."""
         self._inside: threading.Thread | None = None
         self._depth = 0
         self._in_backward: threading.Thread | None = None
-        """The thread that runs a backward without the engine, or that ran one until an exception ended it."""
+        """The thread that runs a backward which the user has started without the engine. It stays set if an exception
+        ends that backward."""
         self.was_broken_off = False
         """Whether a KeyboardInterrupt or SystemExit has ended a call since the last abort. [Note: Interrupted calls]"""
         self.process = OwnProcess()
@@ -175,7 +177,7 @@ def _works_for(inside: threading.Thread) -> bool:
 
 
 def _is_autograds() -> bool:
-    """Return whether C++ code made this thread, as it makes autograd's threads."""
+    """Return whether C++ code made this thread, and not Python. Autograd's threads are made by C++ code."""
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 

@@ -143,8 +143,9 @@ def _write_back(pager: Pager, paged: PagedUnit, old: torch.Tensor | None, modifi
 
 @runs_outside_modes
 def _drop_change(paged: PagedUnit) -> str | None:
-    """Find a change that user code has made to a parameter of `paged` without writing it back. If there is one, mark a
-    paged unit as stale, so that its next use fetches it from its home, and return the parameter's name; else None."""
+    """Return the name of a parameter of `paged` that user code has changed without writing the change back; None if
+    there is none. After a change, mark the unit as stale, unless it is resident, so that its next use fetches it from
+    its home."""
     if paged.num_users > 1 + paged.is_resident:  # an outer block searches at its own end
         return None
     if (changed := paged.storage.end_change()) is not None:

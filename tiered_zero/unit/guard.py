@@ -4,13 +4,12 @@ otherwise.
 PyTorch does not notice a read of an empty storage: it crashes or returns garbage. So `__torch_function__` of an
 `OffloadedParameter` runs the functions that need no bytes; for all others it fetches the unit or raises.
 
-[Note: The key of offloaded parameters]
-`torch.tensor(param)`, `Tensor.set_`, TorchScript and others take a tensor without calling `__torch_function__`, but
-each of them calls an operator. So an offloaded parameter carries a dispatch key for which torch has no kernels (a key
-for torch's own tests). The kernel registered here for this key fetches the bytes, or raises. DLPack calls no operator
-but takes the address: so the storage of an offloaded parameter is marked, and torch raises if its address is asked for.
-`param.data = keyed` gives a parameter the key and that storage, `param.data = plain` takes both away, in 0.3 us each.
-Hooks and version counter stay.
+[Note: The key of offloaded parameters] `torch.tensor(param)`, `Tensor.set_`, TorchScript and others take a tensor
+without calling `__torch_function__`, but each of them calls an operator. So an offloaded parameter carries a dispatch
+key for which torch has no kernels (a key for torch's own tests). The kernel registered here for this key fetches the
+bytes, or raises. DLPack calls no operator but takes the address. So the storage of an offloaded parameter is marked,
+and torch raises if code asks for its address. `param.data = keyed` gives a parameter the key and the marked storage;
+`param.data = plain` takes both away. Each assignment takes 0.3 us, and keeps hooks and version counter.
 
 While a unit is in use, its parameters behave as plain ones, and copies of them are plain. `grad` reads the gradient's
 home between backward and step(). `data` is `detach()`, which shares the version counter. Once user code gets a NumPy
@@ -84,8 +83,8 @@ class ClosedEngine:
         self._own_class = own_class
 
     def revive(self, param: nn.Parameter, func: Callable[..., Any], args: Sequence[Any]) -> bool:
-        """If `func(*args)` assigns the parameter a value, as load_state_dict() does, make it a plain one with this
-        value. Return whether a value is assigned."""
+        """If `func(*args)` assigns the parameter a value, as load_state_dict() does, make the parameter a plain one
+        with this value. Return whether `func(*args)` assigns a value."""
         if func not in (torch.Tensor.copy_, set_data) or args[0] is not param:
             return False
         if isinstance(value := args[1], OffloadedParameter):
@@ -118,8 +117,8 @@ class ClosedEngine:
 
 
 class GradientHome(Protocol):
-    """Holds gradients between backward and step(): the GradientStore. `is_shown`: whether `param.grad` of parameters in
-    use reads and assigns these gradients; that of guarded parameters always does."""
+    """Holds gradients between backward and step(): the GradientStore. `is_shown`: whether `param.grad` of a parameter
+    in use reads and assigns these gradients; `param.grad` of a guarded parameter always does."""
 
     is_shown: bool
 
@@ -135,7 +134,8 @@ _grad: Any = torch.Tensor.grad  # the descriptor
 
 
 def set_gradient_home(params: Iterable[nn.Parameter], home: GradientHome | None) -> None:
-    """Make `param.grad` of `params` read from and assign to `home`; None: autograd's own attribute again."""
+    """Make `param.grad` of `params` read and assign the gradients in `home`. With None, `param.grad` is autograd's own
+    attribute again."""
     for param in params:
         if home is not None:
             _gradients[param] = home
@@ -211,8 +211,8 @@ def _watched(name: str) -> Callable[..., Any]:
 
 
 def _as_own(own: type[torch.Tensor], name: str) -> Callable[..., Any]:
-    """Wrap torch's method `name`, which copies, pickles or prints a tensor: while it runs, the tensor has the class
-    `own`."""
+    """Wrap torch's method `name`, which copies, pickles or prints a tensor, so that the tensor has the class `own`
+    while the method runs."""
 
     def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         in_use = type(tensor)
@@ -274,7 +274,7 @@ _WRAPPER_KEYS = (
     | torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
 )
 _libraries: list[torch.library.Library] = []
-"""The registrations below: torch drops them when these objects are collected."""
+"""Keeps the registrations below alive: torch drops them when these objects are collected."""
 
 
 class _Keyed(torch.Tensor):
@@ -332,7 +332,7 @@ def offloaded_error(
     function: str, param: str, tier: str, dtype: torch.dtype, device: torch.device
 ) -> ParameterOffloadedError:
     """Return the error for `function`, which would read or convert an offloaded parameter. `tier`: the tier of its
-    home. `dtype`, `device`: what the parameter has while it is in use."""
+    home. `dtype`, `device`: those of the parameter while it is in use."""
     if function in _CONVERSIONS:
         return ParameterOffloadedError(
             f"{function} cannot move or convert parameter {param!r}: it is {dtype} on {device} wherever it is used, "
@@ -413,8 +413,8 @@ class OffloadedParameter(nn.Parameter):
         return self.as_subclass(cls)
 
     def _plain_copy(self, function: str) -> nn.Parameter | None:
-        """Return a copy of the parameter on the CPU. While modules run, fetch the parameter and return None: the method
-        of its class in use then makes the copy."""
+        """Return a copy of the parameter on the CPU. While modules run, fetch the parameter instead and return None;
+        the caller then makes the copy by the method of the parameter's class in use."""
         handler = require_handler(self)
         if (value := handler.idle_copy(self)) is not None:
             return nn.Parameter(value, self.requires_grad)
@@ -456,8 +456,8 @@ def _fault_in(param: nn.Parameter, used: Sequence[nn.Parameter], function: str) 
 
 
 def _offloaded_in(values: Any) -> Iterator[tuple[nn.Parameter, list[nn.Parameter]]]:
-    """Yield (parameter, the other parameters) for each offloaded parameter in `values`, the arguments of a call. Skip
-    those that are no longer offloaded."""
+    """Yield each offloaded parameter in `values`, the arguments of a call, together with a list of all other parameters
+    in `values`. Skip a parameter that is no longer offloaded."""
     used = list(_parameters_in(values))
     for index, param in enumerate(used):
         if isinstance(param, OffloadedParameter):
@@ -465,8 +465,9 @@ def _offloaded_in(values: Any) -> Iterator[tuple[nn.Parameter, list[nn.Parameter
 
 
 def _fetch_for_operator(operator: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
-    """Fetch the offloaded parameters that `operator`, called by C++ code, reads. Return False if it reads only
-    metadata. Raises ParameterOffloadedError if no argument is an offloaded parameter."""
+    """Fetch the offloaded parameters among the arguments of `operator`, which C++ code has called. Return False, and
+    fetch none, if the operator reads only metadata. Raises ParameterOffloadedError if no argument is an offloaded
+    parameter."""
     name = operator.overloadpacket.__name__
     if name in _METADATA_METHODS:
         return False

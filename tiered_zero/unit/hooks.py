@@ -24,7 +24,8 @@ from tiered_zero.unit.saved_views import SAVED_TENSOR_HOOKS
 
 
 class ForwardEvents(Protocol):
-    """Receives what the hooks report: the engine's TrainStep. Driver thread; `grad_ready` on autograd's thread."""
+    """Receives what the hooks report. The engine's TrainStep implements it. Used on the driver thread, except
+    `grad_ready`, which autograd's thread calls."""
 
     pager: Pager
 
@@ -35,7 +36,8 @@ class ForwardEvents(Protocol):
     def pre_forward(
         self, units: Sequence[Unit], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Make `units` usable until `post_forward`: the forward of `module` begins, with these arguments."""
+        """Make `units` usable until `post_forward`. Called when the forward of `module` begins, with the arguments of
+        that forward."""
 
     def post_forward(self, *_: Any) -> None:
         """End the use of units by the innermost running module, which has ended or raised."""
@@ -160,7 +162,8 @@ class ModuleHooks:
         self._share_key(handle, module._forward_hooks, module._forward_hooks_always_called)
 
     def _share_key(self, handle: RemovableHandle, *tables: dict[int, Any]) -> None:
-        """Give the hook one key in the hook tables (`tables`) of every module."""
+        """Change the hook's key in `tables`, a module's tables of hooks, to the key that is the same in every
+        module."""
         # torch.compile compares these keys. With other keys, blocks of one class do not share compiled code, and those
         # after the eighth (torch._dynamo.config.recompile_limit) are not compiled.
         if self._key is None:

@@ -63,8 +63,8 @@ class _Blank:
 
 @final
 class Materializer:
-    """Gives a model's meta parameters and buffers values on the CPU, in place. Driver thread. `weights`: the files to
-    read values from; what is in no file gets values from initialisers."""
+    """Gives a model's meta parameters and buffers values on the CPU, in place. Used on the driver thread. `weights`:
+    the files to read values from; what is in no file gets values from initialisers."""
 
     def __init__(self, model: nn.Module, weights: WeightFiles | None, specs: Mapping[nn.Parameter, ParamSpec]) -> None:
         self._model = model
@@ -72,15 +72,15 @@ class Materializer:
         self._specs = specs
 
     def fill_buffers(self) -> None:
-        """Fill the meta buffers of modules without meta parameters. Raises ModelError if nothing fills one of them."""
+        """Fill the meta buffers of modules without meta parameters. Raises ModelError if a buffer gets no values."""
         for path, module in self._model.named_modules():
             has_meta_buffer = any(buffer.is_meta for buffer in module.buffers(recurse=False))
             if has_meta_buffer and not any(param.is_meta for param in module.parameters(recurse=False)):
                 self._fill(path, {}, {path: module})
 
     def fill(self, prefix: str, params: Sequence[nn.Parameter]) -> None:
-        """Fill `params` and the buffers of their modules; all lie under the module named `prefix`. Raises ModelError if
-        nothing initialises one of them."""
+        """Fill `params`, and the buffers of their modules, which lie under the module named `prefix`. Raises ModelError
+        if a parameter or buffer gets no values."""
         missing = {param: self._specs[param] for param in params if param.is_meta}
         modules = self._model.get_submodule(prefix).named_modules(prefix=prefix)
         owners = {path: m for path, m in modules if any(p in missing for p in m.parameters(recurse=False))}
@@ -99,7 +99,8 @@ class Materializer:
 
     @torch.no_grad()
     def _fill(self, prefix: str, params: Mapping[nn.Parameter, ParamSpec], owners: Mapping[str, nn.Module]) -> None:
-        """Give memory to `params` and to the meta buffers of the modules `owners` (path -> module), and then values."""
+        """Give memory, and then values, to `params` and to the meta buffers of the modules in `owners` (path ->
+        module)."""
         blanks: list[_Blank] = []
         for param, spec in params.items():
             _give_memory(param, spec.name)
@@ -153,7 +154,8 @@ class UnitPlacer:
     dtype to its home.
 
     `store_masters(unit, masters)`: writes the masters, [P] fp32. `resumed(unit)`: returns the saved parameters [P] of a
-    unit, valid at least in this rank's shard; None in a new run. A resumed run has its masters already."""
+    unit, of which at least this rank's shard is valid. `resumed` is None in a new run. A resumed run has its masters
+    already."""
 
     pager: Pager
     events: StepEvents
@@ -183,8 +185,8 @@ def materialize_model(
     params_of: Callable[[Unit], Sequence[nn.Parameter]],
     placer: UnitPlacer,
 ) -> None:
-    """Place every unit, module after module, and free the memory that its parameters had. `params_of`: returns a
-    unit's parameters. After a failure some parameters are gone, and reading them raises: check what can be checked
+    """Place every unit, module after module, and free the memory that its parameters had. `params_of`: returns a unit's
+    parameters. After a failure some parameters are gone, and reading them raises. So make every check that is possible
     before this call."""
     materializer.fill_buffers()
     freed_nbytes = num_placed = 0

@@ -29,8 +29,8 @@ from tiered_zero.unit.unit import PagedUnit, UnitState, UnitTable
 
 @final
 class OffloadedParams:
-    """Reads and writes a unit's parameters at their home. Driver thread; calls block. If homes hold shards, every rank
-    must make the same calls."""
+    """Reads and writes a unit's parameters at their home. Used on the driver thread; calls block. If homes hold shards,
+    every rank must make the same calls."""
 
     def __init__(
         self,
@@ -41,10 +41,10 @@ class OffloadedParams:
         cuts: Callable[[Unit], Sequence[int]] | None = None,
     ) -> None:
         """`on_change(unit, flat, old)`: updates the masters after user code has changed parameters. `flat`: the new
-        values, [P] on the CPU. `old`: the values before; None without `cuts`.
+        values, [P] on the CPU. `old`: the values before the change; None without `cuts`.
 
-        `cuts(unit)`: returns the first element of each part that the update reads; None if the update reads no
-        parameters."""
+        `cuts(unit)`: returns the first element of each part of the unit that the update reads. `cuts` is None if the
+        update reads no parameters."""
         self._inventory, self._staging = inventory, staging
         self._accelerator, self._ranks = runtime.accelerator, runtime.collectives
         self._on_change, self._cuts = on_change, cuts
@@ -88,8 +88,9 @@ class OffloadedParams:
 
     @contextmanager
     def changing(self, paged: PagedUnit) -> Iterator[None]:
-        """A context manager for user code that changes the unit. At its end the ranks compare whether the code has
-        raised. If it has on some ranks only, the run ends: these ranks raise its error, the others RankError."""
+        """A context manager for user code that changes the unit. When the code ends, the ranks compare whether it has
+        raised. If the code has raised on some ranks only, the run ends. These ranks raise the error of the code, the
+        other ranks raise RankError."""
         try:
             yield
         except Exception as error:
@@ -115,8 +116,8 @@ class OffloadedParams:
 
     @runs_outside_modes
     def write_back(self, paged: PagedUnit, old: torch.Tensor | None, modifier_rank: int = 0) -> None:
-        """User code has changed a unit: write it to its home, and update its masters. All ranks call this, and get the
-        values of `modifier_rank`. `old`: what `remember` returned before the change. Call
+        """Write a unit that user code has changed to its home, and update its masters. All ranks must call this, and
+        all get the values of `modifier_rank`. `old`: what `remember` returned before the change. Call
         `TrainStep.before_weights_write` first."""
         unit, storage = paged.unit, paged.storage
         paged.renew()
@@ -137,7 +138,8 @@ class OffloadedParams:
 
 @final
 class ParamCopies:
-    """Copies parameters for user code. Driver thread. If homes hold shards, every rank must make the same calls."""
+    """Copies parameters for user code. Used on the driver thread. If homes hold shards, every rank must make the same
+    calls."""
 
     def __init__(
         self,
@@ -151,8 +153,8 @@ class ParamCopies:
         self._units, self._cache = units, cache
         self._by_param: dict[nn.Parameter, torch.Tensor] = {}
         self._last: list[tuple[Unit, int, torch.Tensor]] = []
-        """Flats kept for later copies, as (unit, its version, its flat): that of the unit read last, after those of the
-        modules around its module. Cleared when a module begins to run."""
+        """Flats kept for later copies, as (unit, its version, its flat): first those of modules that contain the module
+        read last, then that of the module itself. Cleared when a module begins to run."""
         self._depth = 0
         self.call: FrameType | None = None
         """The Python frame of torch's call that takes a state_dict."""

@@ -37,7 +37,8 @@ class Frame:
     held: list[PagedUnit] = field(default_factory=list)
     """Units that stay in use until the module ends, in the pass `pass_name`."""
     faulted: list[PagedUnit] = field(default_factory=list)
-    """Units fetched because the module called a function with their parameters. They may be evicted before it ends."""
+    """Units that were fetched because the module called a function with their parameters. They may be evicted before
+    the module ends."""
     is_inside_hooks: bool = False
     """Whether `SavedViews.end_inside` must be called when the module ends."""
     disables_cast_cache: bool = False
@@ -57,8 +58,8 @@ class DirectCall:
 
 @final
 class Pager:
-    """Owns the state of every unit. A resident unit is always in use, except while it waits for its update. Driver
-    thread, or autograd's threads while the driver waits in backward."""
+    """Owns the state of every unit. A resident unit is always in use, except while it waits for its update. Used on the
+    driver thread, or on autograd's threads while the driver waits in backward."""
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class Pager:
         self.num_uses = 0
         """The number of uses of weights so far: frames, gathers and copies."""
         self._watched: set[PagedUnit] = set()
-        """Units with parameters whose memory user code has got."""
+        """Units with a parameter to whose memory user code has got access (a NumPy array or an address)."""
         self._swapped: dict[tuple[Owner, str], Home] = {}
         """The homes of units after the next `swap_param_buffers`, by unit and kind."""
 
@@ -278,8 +279,8 @@ class Pager:
         return self.direct is not None and is_running(self.direct.frame)
 
     def ends_direct(self, module: nn.Module) -> bool:
-        """Return whether the call of `module` that ends now is the one that the user has made past the engine. Called
-        by the module's forward hook."""
+        """Return whether the call of `module` that ends now is the one that the user has made without the engine.
+        Called by the module's forward hook."""
         direct = self.direct
         if direct is None or direct.module is not module:
             return False
@@ -351,7 +352,7 @@ class Pager:
     # -- updates -------------------------------------------------------------------------------------------------------
 
     def invalidate(self) -> None:
-        """Begin a change of all trainable units: evict paged units; resident ones are changed where they are. Raises
+        """Prepare all trainable units for a change. Evict paged units; resident units will be changed in place. Raises
         ModelError if a paged unit is in use, or if user code has changed parameters but not their homes."""
         for paged in self.units.by_unit.values():
             if paged.unit.trainable:
@@ -359,9 +360,9 @@ class Pager:
         self.cache.refuse()
 
     def invalidate_all(self) -> None:
-        """Begin a load of all units, frozen ones too: evict paged units; resident ones are changed where they are.
-        Raises ModelError if a paged unit is in use, or if user code has changed parameters but not their homes (except
-        those of a frozen resident unit)."""
+        """Prepare all units, frozen ones too, for a load of their values. Evict paged units; resident units will be
+        changed in place. Raises ModelError if a paged unit is in use, or if user code has changed parameters but not
+        their homes (except those of a frozen resident unit)."""
         for paged in self.units:
             if paged.unit.trainable or not paged.is_resident:
                 self._invalidate(paged)
@@ -384,7 +385,7 @@ class Pager:
             paged.storage.blank()
 
     def end_update(self) -> None:
-        """Begin to watch resident units in use for changes by user code, after an update has changed them."""
+        """After an update has changed resident units, begin to watch those in use for changes by user code."""
         for paged in self.units.by_unit.values():
             if paged.is_resident and paged.state is UnitState.IN_USE:
                 paged.storage.begin_watch()
@@ -409,7 +410,7 @@ class Pager:
 
     def block_for_update(self) -> None:
         """Guard or evict every trainable unit in step(), so that its next use waits for its own update. Units whose
-        update began in backward are guarded or evicted already: unblock them."""
+        update began in backward are guarded or evicted already, so only unblock them."""
         begun = {paged for paged in self.units if paged.weights is WeightState.UPDATING}
         self.unblock()
         for paged in self.units:
@@ -435,7 +436,8 @@ class Pager:
         return True
 
     def unblock(self) -> None:
-        """Undo `block_unit_for_update`: step() is called, or the updates were dropped before they began."""
+        """Undo `block_unit_for_update`. Called when step() is called, or when the updates were dropped before they
+        began."""
         for paged in self.units:
             paged.unblock()
 
@@ -443,8 +445,8 @@ class Pager:
 
     @runs_outside_modes
     def abort(self) -> None:
-        """Close every frame, evict units without users, and count users and bytes anew, after a failure. No module may
-        run. A unit that a transfer still fetches stays."""
+        """After a failure, close every frame, evict units without users, and count users and bytes anew. No module may
+        run. A unit that a transfer still fetches is not evicted."""
         if any(frame.disables_cast_cache and frame.thread == threading.get_ident() for frame in self.frames):
             torch.set_autocast_cache_enabled(True)
         self.frames.clear()
@@ -513,8 +515,9 @@ def _find_module_call() -> FrameType | None:
 
 @final
 class WholeWeights:
-    """Gathers units after an update, in which each rank has changed only its shard. Driver thread. `units`: those that
-    the optimizer steps, in static order; empty if no unit is sharded, or if units are gathered for each use."""
+    """Gathers units after an update, in which each rank has changed only its shard. Used on the driver thread. `units`:
+    those that the optimizer steps, in static order; empty if no unit is sharded, or if units are gathered for each
+    use."""
 
     def __init__(self, runtime: Runtime, pager: Pager, units: Sequence[Unit]) -> None:
         self._accelerator = runtime.accelerator

@@ -1,14 +1,12 @@
 """Page layers that bitsandbytes has quantized to 4 bits (`Linear4bit`): their weights and their scales.
 
-[Note: Layers of 4 bits]
-bitsandbytes' autograd function keeps the packed weight as an attribute of its context, where hooks for saved tensors do
-not see it. The weight would stay on the device from forward to backward. So `_Matmul4bit` runs the same operators, but
-saves the weight as autograd's own functions do. A `forward` in the instance of the module calls it, because a hook
-cannot replace the call in the class's forward.
-The scales of the blocks (`absmax`, an eighth of the packed bytes) are plain tensors in the weight's `quant_state`.
-`statistics` makes parameters of them. These belong to the layer's unit but to no module, and keep their dtype;
-`state_dict()` has them under bitsandbytes' own keys. The tables of 16 and 256 values stay on the device, as buffers
-do."""
+[Note: Layers of 4 bits] bitsandbytes' autograd function keeps the packed weight as an attribute of its context, where
+hooks for saved tensors do not see it. The weight would stay on the device from forward to backward. So `_Matmul4bit`
+runs the same operators, but saves the weight as autograd's own functions do. The layer gets a `forward` of its own that
+calls `_Matmul4bit`, because a hook cannot replace the call inside the class's `forward`. The scales of the blocks
+(`absmax`, an eighth of the packed bytes) are plain tensors in the weight's `quant_state`. `statistics` makes parameters
+of them. These belong to the layer's unit but to no module, and keep their dtype; `state_dict()` has them under
+bitsandbytes' own keys. The tables of 16 and 256 values stay on the device, as buffers do."""
 
 from __future__ import annotations
 
@@ -41,7 +39,8 @@ def statistics(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _owners(state: Any) -> list[tuple[str, Any]]:
-    """Return (name of a scale, the object that has it as `absmax`) for each scale of a quant_state."""
+    """Return a pair for each scale of a quant_state: the scale's name, and the object whose attribute `absmax` is the
+    scale."""
     return [("absmax", state), *([("nested_absmax", state.state2)] if state.nested else [])]
 
 
@@ -113,7 +112,8 @@ class Forward4bit:
 
 
 def _fault_in(params: Sequence[nn.Parameter], function: str) -> None:
-    """Fetch the offloaded parameters among `params`: the layer calls no function of torch that would fetch them."""
+    """Fetch the offloaded parameters among `params`, because the layer calls no function of torch that would fetch
+    them."""
     if guarded := [param for param in params if isinstance(param, OffloadedParameter)]:
         others = [param for param in params if not isinstance(param, OffloadedParameter)]
         require_handler(guarded[0]).fault_in([*guarded, *others], function)

@@ -1,9 +1,8 @@
 """Save a unit's views for backward by name (which unit, which version) instead of by address.
 
-[Note: Versions of saved tensors]
-Under saved-tensor hooks autograd compares no version counters. So `pack` records the version counter of every tensor,
-and `unpack` raises torch's error if it has moved. A tensor that has a graph is saved detached: a node that holds its
-own output would keep itself alive for ever."""
+[Note: Versions of saved tensors] Under saved-tensor hooks autograd compares no version counters. So `pack` records the
+version counter of every tensor, and `unpack` raises torch's error if the counter has changed. A tensor that has a graph
+is saved detached, because a node that holds its own output would keep itself alive for ever."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ _NO_TRANSFORM = (
 @dataclass(frozen=True, kw_only=True)
 class SavedView:
     """What autograd keeps in place of a view of a flat: the unit, and the view's geometry in elements of `dtype`.
-    `version`: the unit's version. `counter`: the parameter's version counter. Both are None inside of
-    torch.utils.checkpoint, which recomputes with current weights."""
+    `version`: the unit's version. `counter`: the parameter's version counter. `version` and `counter` are None inside
+    of torch.utils.checkpoint, which recomputes with current weights."""
 
     unit: Unit
     version: int | None
@@ -58,8 +57,8 @@ SavedTensor = tuple[torch.Tensor, int]
 
 
 class MovedTensor(Protocol):
-    """A saved tensor that a `TensorMover` moves off the device. `counter`: shares the tensor's version counter.
-    `version`: the counter's value when the tensor was saved."""
+    """A saved tensor that a `TensorMover` moves off the device. `counter`: a tensor with the same version counter as
+    the saved one. `version`: the counter's value when the tensor was saved."""
 
     counter: torch.Tensor
     version: int
@@ -77,7 +76,7 @@ class TensorMover(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class SavedByProgram:
-    """What autograd keeps of a tensor that the program's own hooks have saved. `packed`: what their pack hook
+    """What autograd keeps in place of a tensor that the program's own hooks have saved. `packed`: what their pack hook
     returned."""
 
     packed: Any
@@ -283,7 +282,7 @@ class SavedViews:
 
 @final
 class _ClosedUnits:
-    """Serves graphs that outlive their engine: holds the units that were resident."""
+    """Holds the units that were resident in an engine, for graphs that outlive the engine."""
 
     def __init__(self, units: UnitTable) -> None:
         self._resident = {paged.unit: (paged.storage, paged.version) for paged in units if paged.is_resident}
@@ -332,7 +331,7 @@ def changed_weights(unit_name: str) -> ModelError:
 
 
 def moves_saved_tensors() -> bool:
-    """Return whether the tensors that autograd saves now go to the mover of an engine."""
+    """Return whether the mover of an engine gets the tensors that autograd saves at present."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return top is not None and getattr(top[0], "__func__", None) is SavedViews.pack_and_move
 

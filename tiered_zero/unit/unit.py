@@ -14,14 +14,13 @@ exceeded, which raises.
 A resident unit is IN_USE, or CACHED while it waits for its update. `Pager.abort` returns all other units to OFFLOADED,
 except one that a `gathered` block uses or a transfer still fetches.
 
-[Note: Writes through .data]
-A change in place moves the version counter of the parameter, or of the flat if a node of backward changes what forward
-saved. `param.data.mul_()` moves it too, since `data` of a parameter in use is `detach()`. A write through a NumPy array
-or an address moves no counter. So the engine copies a parameter's values before user code gets its memory. It compares
-them bit for bit when the use ends, or when user code next gets the memory of a parameter; while a view is kept, it
-keeps the copy. Code that never asks for the memory pays nothing.
-Three kinds of writes are not seen: through `.data` of a view that indexing did not make (`param.t().data`), through an
-address kept from earlier, and through a view while its unit is offloaded."""
+[Note: Writes through .data] A change in place moves the version counter of the parameter, or of the flat if a node of
+backward changes what forward saved. `param.data.mul_()` moves it too, since `data` of a parameter in use is `detach()`.
+A write through a NumPy array or an address moves no counter. So the engine copies a parameter's values before user code
+gets its memory. It compares the values with this copy, bit for bit, when the use ends, or when user code next gets the
+memory of a parameter. It keeps the copy as long as other code holds a view of the unit. Code that never asks for the
+memory pays nothing. Three kinds of writes are not seen: through `.data` of a view that indexing did not make
+(`param.t().data`), through an address kept from earlier, and through a view while its unit is offloaded."""
 
 from __future__ import annotations
 
@@ -53,13 +52,13 @@ from tiered_zero.unit.guard import (
 
 _version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Bytes of an element -> an integer dtype of that size, to compare values bit for bit: as a float NaN differs from
-itself. Elements of 8 bytes or more are compared as int64."""
+"""Bytes of an element -> the integer dtype of that size. Values are compared bit for bit as integers, because a float
+NaN differs from itself. Elements of 8 bytes or more are compared as int64."""
 
 
 class FlatStorage:
-    """The device memory of one unit, and the views of it that are the unit's parameters. Driver thread. `flat`: all P
-    elements, in the unit's dtype; it has memory only while `is_full`."""
+    """The device memory of one unit, and the views of it that are the unit's parameters. Used on the driver thread.
+    `flat`: all P elements, in the unit's dtype; it has memory only while `is_full`."""
 
     def __init__(
         self,
@@ -121,8 +120,8 @@ class FlatStorage:
 
     @property
     def _num_uses(self) -> int:
-        """The number of references to the flat's storage and to that of guarded parameters; guarding leaves it
-        unchanged."""
+        """The number of references to the flat's storage and to the storage of guarded parameters. Guarding parameters
+        does not change this number."""
         count = torch._C._storage_Use_Count
         return int(count(self.key)) + int(count(self._guarded_bytes._cdata))
 
@@ -146,9 +145,9 @@ class FlatStorage:
             return any(more and not param.requires_grad for param, more in zip(self._params, held, strict=True))
 
     def count_references(self, is_recomputed: bool) -> None:
-        """Store the number of references to each frozen parameter, for `is_viewed`. `is_recomputed`: whether the
-        module runs again in backward: smaller old numbers are then kept.
-        [Note: Frozen parameters that autograd holds]"""
+        """Store the number of references to each frozen parameter, for `is_viewed`. `is_recomputed`: whether the module
+        runs again in backward; if so, keep a stored number that is smaller. [Note: Frozen parameters that autograd
+        holds]"""
         if not self.unit.trainable:
             found = self._count_references()
             self._num_references = list(map(min, found, self._num_references)) if is_recomputed else found
@@ -318,8 +317,8 @@ class WeightState(Enum):
     """Which weights a fetch from the unit's home brings.
 
     * CURRENT: those of the last step. The fetch waits for what still runs of that step's update.
-    * UPDATING: those of a step whose step() is not called yet: the update began in backward. Any use raises.
-    * STALE: older ones than on the device, where user code has written. What it wrote is dropped when the use ends."""
+    * UPDATING: those of the present step, whose update began in backward. Any use raises until step() is called.
+    * STALE: older weights than on the device, where user code has changed them. The end of the use drops the change."""
 
     __hash__ = object.__hash__
     CURRENT = "current"
@@ -362,7 +361,8 @@ LEGAL_CHANGES: dict[tuple[State, State], str] = {
 
 
 class StepEvents(Protocol):
-    """Receives events that the pager notices and no call of the engine announces: the engine's TrainStep."""
+    """Receives events that the pager notices and that no call of the engine announces. The engine's TrainStep
+    implements it."""
 
     def notice_backward(self) -> None:
         """Record that a backward is about to use a parameter, perhaps one that the user started without the engine."""
@@ -378,7 +378,8 @@ class StepEvents(Protocol):
         """End every update, and drop what was prefetched for the next one, before weights are written between steps."""
 
     def latch(self, why: str) -> None:
-        """Refuse every later call: a change of weights has failed half way. `why`: the failure, for the error."""
+        """Refuse every later call, because a change of weights has failed halfway. `why`: the failure, for the
+        error."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -429,7 +430,7 @@ class PagedUnit:
         self.fetch = None
 
     def mark_stale(self) -> None:
-        """Mark a paged unit in use as STALE: user code has written to it, and its home has older weights."""
+        """Mark a paged unit in use as STALE, because user code has written to it and its home has older weights."""
         if (self.state, self.weights) == _IN_USE and not self.is_resident:
             self._change(UnitState.IN_USE, WeightState.STALE)
 

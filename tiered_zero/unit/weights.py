@@ -1,7 +1,8 @@
 """Read tensors from the safetensors files that the option `tiered_zero.weights` names: files, an index, or a directory.
 
-A model of transformers 5 may name and split its tensors in another way than the files, such as the experts of a
-mixture. transformers' own table of conversions then says how to make one from the other."""
+A model of transformers 5 may name and split its tensors, such as the experts of a mixture, in another way than the
+files do. The table of conversions in transformers then says how to make the model's tensors from those of the files,
+and the reverse."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ INDEX_SUFFIX = ".safetensors.index.json"
 name: name of a file in the same directory}}."""
 
 _NUM_NAMED = 5
-"""The number of names that an error about many names lists."""
+"""An error about many names lists at most this number of them."""
 _MOST_INDEX_NBYTES = 64 * MIB
 """The most bytes that an index file may have; the index of a large model has some megabytes."""
 
@@ -114,9 +115,9 @@ def _of_index(path: Path) -> Iterator[Path]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """Makes tensors of a model from tensors of files, or the reverse, by one entry of transformers' table. `sources`:
-    (pattern in the table, name) of each tensor to read. `converter`: the entry; None: rename the only source to
-    `target`. `rename`: applied to the names that the converter returns."""
+    """Makes tensors of a model from tensors of files, or the reverse, by one entry of transformers' table. `sources`: a
+    pair (pattern in the table, name) for each tensor to read. `converter`: the entry; if None, the only source is
+    renamed to `target`. `rename`: a function that is applied to the names that the converter returns."""
 
     model: Any
     target: str
@@ -272,8 +273,8 @@ class WeightFiles:
         return self._find(names) is not None
 
     def fill(self, target: torch.Tensor, names: Iterable[str]) -> None:
-        """Copy the tensor that has one of `names` into `target`, rounded to its dtype. Without such a tensor do
-        nothing."""
+        """Copy the tensor that has one of `names` into `target`, rounded to the dtype of `target`. Do nothing if the
+        files have no such tensor."""
         if (name := self._find(names)) is not None:
             with ExitStack() as opened:
                 files: dict[str, Any] = {}  # open for one tensor only: mapped pages count as resident memory
@@ -290,7 +291,7 @@ class WeightFiles:
 
     def _convert_names(self, model: nn.Module) -> set[str]:
         """Record a conversion for each tensor of the model that the files have under another name. Return the names in
-        the files that these conversions read. Raises ModelError if transformers cannot make one."""
+        the files that these conversions read. Raises ModelError if transformers cannot make one of these tensors."""
         used: set[str] = set()
         for conversion in from_files(model, self._paths):
             try:

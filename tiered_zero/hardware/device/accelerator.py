@@ -105,7 +105,7 @@ class Failure:
 
 
 _LAUNCHED = threading.Event()
-"""An event that is set: the argument `launched` of transfers that are made after their job was launched."""
+"""An event that is set already. Transfers that are made after the launch of their job get it as `launched`."""
 
 _LAUNCHED.set()
 
@@ -179,7 +179,8 @@ def run_job(work: Work) -> None:
 
 
 class DelayInjector:
-    """Sleeps for seeded random times before and after jobs, so that a missing wait shows in tests. One thread."""
+    """Sleeps for seeded random times before and after jobs, so that a missing wait shows in tests. Used by one
+    thread."""
 
     def __init__(self, seed: int, lane: str) -> None:
         self._random = random.Random(f"{seed}/{lane}")
@@ -225,8 +226,8 @@ class Lane:
         waits: bool = True,
         transfer: LaneTransfer | None = None,
     ) -> LaneTransfer:
-        """Queue `job`, which runs on this lane's thread and stream after all earlier jobs and after `after`. Any
-        thread. Return a transfer that is done when the job is complete on the device.
+        """Queue `job`, which runs on this lane's thread and stream after all earlier jobs and after `after`. Any thread
+        may use it. Return a transfer that is done when the job is complete on the device.
 
         `holds`: device tensors that the job reads or writes. Free their memory only after `wait_on_compute(transfer)`
         or `transfer.wait()`: the allocator knows only compute's stream. `waits`: False if the job waits for nothing but
@@ -337,13 +338,13 @@ class Accelerator(ABC):
 
     def check_compute(self) -> None:
         """Raise ModelError if the calling thread's stream is not compute's, or if a device graph is being captured.
-        Driver thread, when an engine call or a module's forward begins."""
+        Used on the driver thread, when an engine call or a module's forward begins."""
         return
 
     @abstractmethod
     def record_compute(self) -> Transfer:
-        """Return a transfer that is done when everything that compute has launched so far is complete. Driver or
-        autograd's thread; raises InternalError on a lane."""
+        """Return a transfer that is done when everything that compute has launched so far is complete. Call it on the
+        driver's or autograd's thread; on a lane's thread it raises InternalError."""
 
     @abstractmethod
     def record(self) -> Transfer:
@@ -351,8 +352,9 @@ class Accelerator(ABC):
 
     @abstractmethod
     def wait_on_compute(self, transfer: Transfer) -> None:
-        """Make compute's later work wait for `transfer`, and raise its error. Driver's or autograd's thread; raises
-        InternalError on a lane. On the CPU, or for a disk's transfer, blocks until the transfer is done."""
+        """Make compute's later work wait for `transfer`, and raise its error. Call it on the driver's or autograd's
+        thread; on a lane's thread it raises InternalError. On the CPU, or for a disk's transfer, blocks until the
+        transfer is done."""
 
     @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor, finish: bool = False) -> None:
@@ -366,7 +368,8 @@ class Accelerator(ABC):
         return recorder.span
 
     def add_spans(self) -> None:
-        """Give the recorders the spans of `timer` that the device has completed. Driver thread, once a step."""
+        """Give the recorders the spans of `timer` that the device has completed. Used on the driver thread, once a
+        step."""
         return
 
     def release_cached_memory(self) -> None:
@@ -392,7 +395,7 @@ class Accelerator(ABC):
 
     def unit_memory(self) -> AbstractContextManager[None]:
         """Return a context manager. Flats that are fetched and evicted are allocated in its block; a device with memory
-        pools then keeps them apart from activations. Driver or autograd's thread."""
+        pools then keeps them apart from activations. Used on the driver's or autograd's thread."""
         return nullcontext()
 
     def host_pages(self, flat: torch.Tensor) -> torch.Tensor | None:
@@ -455,7 +458,7 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def advise_huge_pages(memory: torch.Tensor) -> None:
-    """Ask Linux for huge pages in the part of `memory` (CPU, any dtype) that fills whole ones."""
+    """Ask Linux to back `memory` (CPU, any dtype) with huge pages, as far as whole huge pages lie inside it."""
     start, end = align_up(memory.data_ptr(), HUGE_PAGE_NBYTES), memory.data_ptr() + memory.nbytes
     nbytes = (end - start) // HUGE_PAGE_NBYTES * HUGE_PAGE_NBYTES
     if nbytes > 0 and hasattr(mmap, "MADV_HUGEPAGE"):

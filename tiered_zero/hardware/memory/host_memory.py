@@ -61,8 +61,8 @@ UNPINNED_KINDS = frozenset({"state", "commit", "commit_param", "commit_copy", "b
 @final
 class HostArena:
     """The host memory of a run: one anonymous, page-aligned mapping of the planned size. `take` cuts parts from it,
-    from its start to its end; they are freed together. Driver thread. `pin`: whether to pin each part that is taken,
-    except for UNPINNED_KINDS."""
+    from its start to its end; they are freed together. Used on the driver thread. `pin`: whether to pin each part that
+    is taken, except for UNPINNED_KINDS."""
 
     def __init__(self, capacity_nbytes: int, accelerator: Accelerator, pin: bool, ledger: Ledger) -> None:
         self.capacity_nbytes = align_up(max(capacity_nbytes, 1), PAGE_NBYTES)
@@ -156,7 +156,7 @@ class Lease:
 
 @final
 class StagingPool:
-    """Leases `count` buffers of `buffer_nbytes` each, which it takes from the arena. Any thread."""
+    """Leases `count` buffers of `buffer_nbytes` each, which it takes from the arena. Any thread may use it."""
 
     def __init__(
         self,
@@ -282,15 +282,15 @@ class StagingPool:
 @final
 class HeapTrim:
     """Trims malloc's heap when its holes have grown: bytes that are free but still resident. Does nothing without
-    mallinfo2 (glibc 2.33). One thread.
+    mallinfo2 (glibc 2.33). Used by one thread.
 
     With GPT-2 30M 752 MiB were resident after a step with trims, and 950 to 1,003 MiB without. A mapping per large
     block (M_MMAP_THRESHOLD) leaves no holes, but a step took a third more CPU time.
     """
 
     def __init__(self, nbytes: int) -> None:
-        """Measure the present holes. `nbytes`: measure them again after so many moved bytes, and trim if they have
-        grown by more than `nbytes`."""
+        """Measure the holes in the heap. `nbytes`: after this many moved bytes, measure them again, and trim the heap
+        if they have grown by more than `nbytes`."""
         self._nbytes = nbytes
         self._moved_nbytes = 0
         self._info = getattr(ctypes.CDLL(None), "mallinfo2", None)

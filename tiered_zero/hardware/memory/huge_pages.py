@@ -29,9 +29,9 @@ _MAX_STORED = 4096
 
 @final
 class HugePagePool:
-    """Maps huge pages at units' addresses, and stores the pages that no unit uses. Driver thread. `nbytes`: the limit
-    of mapped and stored pages together. Raises OSError if the system cannot move pages (not Linux, or Linux before
-    5.7)."""
+    """Maps huge pages at units' addresses, and stores the pages that no unit uses. Used on the driver thread. `nbytes`:
+    the limit of mapped and stored pages together. Raises OSError if the system cannot move pages (not Linux, or Linux
+    before 5.7)."""
 
     def __init__(self, nbytes: int) -> None:
         self._libc = _bind()

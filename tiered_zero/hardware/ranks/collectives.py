@@ -36,8 +36,8 @@ logger = logging.getLogger("tiered_zero")
 
 
 class Collectives:
-    """The other ranks of a run. Driver thread only; every rank makes the same calls in the same order. `what`: names
-    the call in errors. Raises RankError if another rank fails or does not answer.
+    """The other ranks of a run. Used on the driver thread only; every rank makes the same calls in the same order.
+    `what`: names the call in errors. Raises RankError if another rank fails or does not answer.
 
     This class is for a run with one rank: each method returns its input, and changes no bit. `ProcessGroups` is for
     several ranks."""
@@ -49,8 +49,8 @@ class Collectives:
         """Prepare the collectives. `dist_init_required`: if it is False, `open` creates no process group."""
         self.traffic = RankTraffic()
         self.recorder = Recorder()
-        """Gets a span with this rank's bytes for each gather and reduction, and `wait_ranks` for a wait of the
-        driver."""
+        """Records a span for each gather and reduction, with this rank's bytes, and a span `wait_ranks` for each wait
+        of the driver."""
         self._dist_init_required = dist_init_required
         self._owns_group = False
 
@@ -184,7 +184,8 @@ def ensure_many(timeout_s: float, dist_init_required: bool | None = None) -> Non
 
 
 def _meet(timeout_s: float) -> None:
-    """Initialize torch.distributed on a separate thread: signals can interrupt Python's wait, but not torch's."""
+    """Initialize torch.distributed on a separate thread, because a signal can interrupt Python's wait for a thread, but
+    not a wait inside of torch."""
     met = Completion()
 
     def meet() -> None:
@@ -221,7 +222,8 @@ def open_default_group(timeout_s: float = 1800.0, dist_init_required: bool | Non
 
 @functools.cache
 def _keep_group_in_children() -> None:
-    """Let forked children keep the default group: its destructor joins gloo's threads, and a child has none."""
+    """Keep the default group alive in forked children: its destructor joins gloo's threads, which a child does not
+    have."""
 
     def keep() -> None:
         if dist.is_initialized():
@@ -241,7 +243,8 @@ def agree(
     encode: Callable[[Result], Any] = lambda result: result,
     decode: Callable[[Any], Result] = lambda value: value,
 ) -> list[Result]:
-    """Run `act` on every rank at the same time, and return the ranks' results in rank order. Driver thread; blocks.
+    """Run `act` on every rank at the same time, and return the ranks' results in rank order. Used on the driver thread;
+    blocks.
 
     If `act` raises on one rank, every rank raises an error of the same class, and the run can go on. An `act` that
     fails between collectives must call `ranks.fail`, because the other ranks wait in a collective. `call`: names the

@@ -23,7 +23,8 @@ POLL_S = 0.5
 """Seconds between two looks for a failed rank's message in the store, during a blocked wait."""
 
 _FAILED, _CLOSED, _WAITS = "failed", "closed", "wait"
-"""Keys of the store: the first failure; per rank, whether it has closed its engine, and where it waits."""
+"""Keys of the store: of the first failure; and, for each rank, of whether it has closed its engine, and of what it
+waits for."""
 
 _ALL = "all"
 """Posted in place of a failed rank's number if no single rank has failed: every rank raises the message unchanged."""
@@ -81,7 +82,7 @@ class RankTraffic:
 @final
 class RankFailures:
     """Posts this rank's failure in a store, and finds the failures of other ranks there. Only the first failure of a
-    run is posted. Any thread."""
+    run is posted. Any thread may use it."""
 
     def __init__(
         self, store: Any, rank: int, world_size: int, timeout_s: float, traffic: RankTraffic, recorder: Recorder
@@ -96,7 +97,7 @@ class RankFailures:
         self._recorder = recorder
         self._driver_waits = False
         self.num_calls: Counter[str] = Counter()
-        """Group -> the number of collectives that this rank has made. Driver thread."""
+        """Group -> the number of collectives that this rank has made. Used on the driver thread."""
         self._is_store_lost = False  # the store may end with the rank that holds it
         self.found: RankError | None = None
         """The failure of another rank, or the error that ended a collective here. Every later call raises it."""
@@ -121,8 +122,8 @@ class RankFailures:
             raise self.found
 
     def check_blocked(self) -> None:
-        """Raise RankError, on every rank, if this rank and others wait for each other for ever. Driver thread, after it
-        has posted its wait."""
+        """Raise RankError, on every rank, if this rank and others wait for each other for ever. Used on the driver
+        thread, after it has posted its wait."""
         blocked: set[int] = set()
         with suppress(Exception):
             blocked = find_blocked(self._read_waits())
@@ -148,8 +149,8 @@ class RankFailures:
         self._recorder.add("compute", "wait_ranks", what, start_s, end_s)
 
     def post_wait(self, what: str, call: CollectiveCall | None) -> None:
-        """Post that this rank waits for `what`, or if `what` is "", that it does not wait. `call`: the collective in
-        which the driver waits, or None."""
+        """Post that this rank waits for `what`. If `what` is "", post that it waits for nothing. `call`: the collective
+        in which the driver waits, or None."""
         if not THIS_THREAD.is_lane:
             self._driver_waits = call is not None
         with suppress(Exception):

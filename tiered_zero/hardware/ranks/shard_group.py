@@ -29,8 +29,9 @@ class StepHook(JoinHook):
 
 @final
 class ShardGroup:
-    """Sends tensors and values between the ranks of `process_group`. None: torch's default group, or this process alone
-    if there is none. Raises torch's error if a launcher has started several processes without a group."""
+    """Sends tensors and values between the ranks of `process_group`. If it is None, they are those of torch's default
+    group, or this process alone if there is no group. Raises torch's error if a launcher has started several processes
+    without a group."""
 
     def __init__(self, process_group: Any = None) -> None:
         self.process_group: Any = process_group
