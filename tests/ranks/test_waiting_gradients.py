@@ -15,7 +15,7 @@ import tiered_zero
 from tests.ranks import routed
 from tests.ranks.pool import RankPool
 from tests.ranks.routed import Run
-from tests.ranks.training import assert_all_ranks_agree, differences
+from tests.ranks.training import assert_all_ranks_agree, differences, make_optimizer, rank_and_config
 from tiered_zero.deepspeed.utils import safe_get_full_fp32_param
 
 SMALL = {"reduce_bucket_size": 2048}
@@ -151,3 +151,48 @@ def test_gradients_that_come_after_their_bucket_are_added_up_in_fp32(ranks: Rank
             assert torch.equal(rank["after"][name], rank["before"][name] - total * 0.5), name
     for rank in found:
         assert rank["in_flight"]["now"] == 0
+
+
+class Adapted(nn.Module):
+    """Two frozen layers, each with an adapter: in backward frozen and trained units take turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.ModuleList(nn.Linear(32, 32, bias=False).requires_grad_(False) for _ in range(2))
+        self.adapters = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for base, adapter in zip(self.base, self.adapters, strict=True):
+            x = torch.tanh(base(x) + adapter(x))
+        return x
+
+
+def train_adapted(path: str, gradients: str) -> dict[str, Any]:
+    rank, config = rank_and_config(path, stage=3, offload_param={"device": "cpu"}, reduce_bucket_size=2048)
+    config |= {"bf16": {"enabled": True}, "gradient_clipping": 1.0}
+    config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    config["tiered_zero"] |= {"gradients": gradients, "unit_size_cap": 2048}
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Adapted() for _ in range(3)))
+    with tiered_zero.initialize(model=model, optimizer=make_optimizer(model, "adamw"), config=config)[0] as engine:
+        for step in range(2):
+            torch.manual_seed(2 * step + rank)
+            engine.backward(engine(torch.randn(2, 32).bfloat16()).float().square().mean())
+            engine.step()
+        beyond = [
+            (kind, sizes)
+            for kinds in engine.memory_report().values()
+            for kind, sizes in kinds.items()
+            if sizes["peak"] > sizes["planned"]
+        ]
+        trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        weights = {name: safe_get_full_fp32_param(param) for name, param in trained.items()}
+        return {"beyond": beyond, "weights": weights}
+
+
+def test_adapters_of_frozen_layers_wait_for_their_bucket(ranks: RankPool, swap_path: Path) -> None:
+    """A frozen unit of the block, which backward uses between two gradients of a trained one, does not end it."""
+    found = [each for gradients in ("cpu", "nvme") for each in ranks.run(train_adapted, 2, str(swap_path), gradients)]
+    for each in found:
+        assert each["beyond"] == []
+        assert differences(each["weights"], found[0]["weights"]) == []

@@ -172,8 +172,9 @@ class TrainStep:
 
     def before_use(self, unit: Unit, pass_name: str) -> None:
         """Record that a forward or backward (`pass_name`) is about to gather `unit`. In backward, also reduce
-        gradients: see [Note: Places of reductions]."""
-        if self._reducer is None:
+        gradients: see [Note: Places of reductions]. A frozen unit takes turns with trained ones, as the layer under an
+        adapter does, and does not end them."""
+        if self._reducer is None or not unit.trainable:
             return
         if pass_name == "backward":
             self.arrivals.note_backward(unit)
