@@ -193,7 +193,7 @@ class DriverState:
 
     def restore_optimizer(self, state: State, parts: LoadParts = EVERYTHING) -> None:
         """Restore the param groups and the learning rate schedule. `state`: the result of `check`. Call this before
-        optimizer state is loaded: missing optimizer state is initialized from the param groups. Raises what the
+        optimizer state is loaded, because missing optimizer state is initialized from the param groups. Raises what the
         scheduler raises if it refuses its state."""
         optimizer = self.optimizer
         if optimizer is None or parts.module_only:
@@ -389,7 +389,7 @@ def _check_scheduler(scheduler: Any, saved: Any) -> None:
 
 
 MAX_DEPTH: Final = 50
-"""The deepest nesting of containers that is saved. The JSON of it is nested up to three times as deep; the JSON parser
+"""The deepest nesting of containers that is saved. Their JSON is nested up to three times as deep, and the JSON parser
 accepts 200 levels."""
 
 SAVED_TYPES: Final = (

@@ -353,9 +353,9 @@ class TensorReader:
 def _take(
     into: torch.Tensor, read_dtype: torch.dtype, dtype: torch.dtype, form: str, at: int, memory: memoryview
 ) -> None:
-    """Convert the elements in `memory` from `read_dtype` to `dtype`, and copy them to their place in `into`, the memory
-    of the whole request. `form`: the tensor's form; "magnitude" drops signs. `at`: how many bytes of the
-    request come before `memory`."""
+    """Convert the elements in `memory` from `read_dtype` to `dtype`. Copy them to their place in `into`, which is the
+    memory of the whole request. `form`: the tensor's form; "magnitude" drops signs. `at`: how many bytes of the request
+    come before `memory`."""
     values = torch.frombuffer(memory, dtype=read_dtype).to(dtype)
     own = into[at // read_dtype.itemsize :][: values.numel()]
     copy_values(own, values)
@@ -369,8 +369,8 @@ remainder]). For each of these: the dtype in which it is stored, and by how many
 
 
 def _add(bits: torch.Tensor, dtype: torch.dtype, shift: int, at: int, memory: memoryview) -> None:
-    """Add one summand of `_SUMMANDS` to `bits` (masters as int32). `memory`: elements of the summand; of floats only
-    the signs are added. `at`: how many bytes of the summand come before `memory`."""
+    """Add one summand of `_SUMMANDS` to `bits` (masters as int32). `memory`: elements of the summand; if they are
+    floats, only their signs are added. `at`: how many bytes of the summand come before `memory`."""
     read = torch.frombuffer(memory, dtype=dtype)
     values, first = read.signbit() if dtype.is_floating_point else read, at // dtype.itemsize
     for start in range(0, values.numel(), _STEP_NUMEL):  # temporaries stay small, and torch starts no threads

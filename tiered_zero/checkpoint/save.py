@@ -41,8 +41,8 @@ from tiered_zero.version import __version__
 logger = logging.getLogger("tiered_zero")
 
 _MOST_COPIED_NBYTES = 64 * MIB
-"""The most bytes of units on the device that an asynchronous save copies. If there are more, the save copies none of
-them, and returns only when everything is written."""
+"""The most bytes of units on the device that an asynchronous save copies. If these units have more bytes, the save
+copies none of them, and returns only when everything is written."""
 
 
 def written_by(rule: UpdateRule, config: Config, runtime: Runtime) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class AsyncSave:
         """Completes when the tag is published or discarded; carries the error of the save."""
 
     def start(self, state: RunState, policy: UpdatePolicy, tag: TagWriter, capture: Capture, ready: Transfer) -> None:
-        """Let a save begin between two updates. Return once everything that a script may change is copied or written.
+        """Let a save begin between two updates. Return when everything that a script may change is copied or written.
         `ready`: completes when the device has computed all that is saved."""
         end = Completion()
         try:
@@ -198,7 +198,7 @@ def _begin_during_training(state: RunState, tag: TagWriter, capture: Capture, re
 
 
 SCRATCH_NBYTES = MIB
-"""The size of a scratch buffer for bytes that are not page-aligned. A record has one checksum for that many bytes."""
+"""The size of a scratch buffer for bytes that are not page-aligned. Each such buffer of a record has one checksum."""
 
 NUM_SCRATCH = 8
 

@@ -552,8 +552,8 @@ def _lock(path: Path, owner: Owner, resources: ExitStack, own_runs: Container[st
 
 def prune(save_dir: str | os.PathLike[str], keep: int, *, dry_run: bool = False) -> list[TagInfo]:
     """Remove all complete tags except the newest `keep`, and tags of in-place commits that were replaced. Return the
-    removed tags; with `dry_run`, those that would be removed. Never removed: the tag that `latest` names; the newest
-    tag of a run whose last in-place commit has no tag; a tag with other programs' files. Raises StoreError."""
+    removed tags; with `dry_run`, those that would be removed. It never removes the tag that `latest` names, the newest
+    tag of a run whose last in-place commit has no tag, or a tag with other programs' files. Raises StoreError."""
     if keep < 1:
         raise StoreError(f"Keep at least one checkpoint; found {keep}.")
     directory = None if dry_run else SaveDirectory.open(save_dir)

@@ -104,7 +104,7 @@ def _read_int(*candidates: Path) -> int | None:
 
 
 def place_of(cpu: int, system: Path = SYSTEM) -> Place:
-    """Return the NUMA node, package and core of processor `cpu`; 0 for each that the system does not report."""
+    """Return the NUMA node, package and core of processor `cpu`. A number that the system does not report is 0."""
     folder = system / "devices/system/cpu" / f"cpu{cpu}"
     nodes = [entry.name[4:] for entry in folder.glob("node[0-9]*")]
     package, core = (read_text(folder / "topology" / name) for name in ("physical_package_id", "core_id"))

@@ -67,9 +67,9 @@ def shares_cores(name: str, delay_seed: int | None) -> bool:
 
 
 def choose_device(ranks: Collectives, name: str) -> None:
-    """Make this rank's device current on the calling thread: the one with the index in `name` (`tiered_zero.device`),
-    or else LOCAL_RANK. Call it on every rank at the same time, before the run is planned. Raises ConfigError on every
-    rank if a device is missing, has no backend, or belongs to two ranks."""
+    """Make this rank's device current on the calling thread. Its index is that in `name` (`tiered_zero.device`), or
+    else LOCAL_RANK. Call it on every rank at the same time, before the run is planned. Raises ConfigError on every rank
+    if a device is missing, has no backend, or belongs to two ranks."""
     if ranks.world_size == 1 or name == "cpu":
         return
     if (device := find_device(name)).type == "cpu":

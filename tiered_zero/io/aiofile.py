@@ -29,7 +29,7 @@ from tiered_zero.io.engine import (
 _MAX_BLOCKS_A_CALL = 4  # more than one, to take the GIL less often
 
 _MAX_TRIES = 16
-"""The number of tries without progress before a transfer fails. They last about a second together."""
+"""The number of tries without progress before a transfer fails. All of them together take about a second."""
 
 
 @final

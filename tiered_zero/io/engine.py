@@ -179,7 +179,7 @@ _SLICE_S = 0.25
 """The longest wait before returning to Python, where signal handlers run (Ctrl-C) and stalls are noticed."""
 
 _POLL_S = 0.005
-"""The shortest wait for a request that seems to hang, since it may be about to complete."""
+"""The shortest wait for a request that seems to hang, because the request may be about to complete."""
 
 
 class File:

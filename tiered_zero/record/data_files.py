@@ -223,7 +223,8 @@ NUM_BUFFERS: Final = 12
 """The number of read buffers, 24 MiB together. A load takes 11% longer with 8 buffers, and 9% longer with 16."""
 
 _READ_BLOCKS: Final = IOSettings(block_size=MIB)
-"""Reads use blocks of 1 MiB. A load is slower with 4 MiB: a late block delays all windows behind it."""
+"""The settings of reads, with blocks of 1 MiB. With 4 MiB a load is slower, because a late block delays all windows
+after it."""
 
 
 @final

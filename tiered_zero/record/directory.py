@@ -85,7 +85,8 @@ class Owner(JsonFile):
 
     @property
     def is_this_process(self) -> bool:
-        """Whether this process is the owner. Valid only while the owner's lock is held, because pids are used again."""
+        """Whether this process is the owner. The answer is valid only while the owner's lock is held, because the
+        system uses pids again."""
         return (self.pid, self.host) == (os.getpid(), socket.gethostname())
 
 
@@ -353,7 +354,7 @@ class RunInfo:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Collected:
-    """What `collect_garbage` did with one run, or would do without `dry_run`. `reason`: why it did so, as text."""
+    """What `collect_garbage` did with one run, or would do without `dry_run`. `reason`: a text that says why."""
 
     run: RunInfo
     removed: bool

@@ -53,7 +53,8 @@ _TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
 """Errors of a manifest write after which the caller may retry the commit."""
 
 _STUCK_S = 5.0
-"""How long `close` and `drain_all` wait for requests after a failure: a request may be stuck for ever."""
+"""The most seconds that `close` and `drain_all` wait for requests after a failure, because a request may be stuck for
+ever."""
 
 
 @final
@@ -156,8 +157,8 @@ class SwapStore:
 
     def reserve(self, name: str, nbytes: int, *, committed: bool = False, write_once: bool = False) -> Record:
         """Reserve disk space for a new record of `nbytes`. `committed`: the record takes part in commits and gets two
-        slots. `write_once`: it gets the second one only at the first write that would change bytes of the last commit.
-        Raises StoreError if the name is taken or the capacity is used up."""
+        slots. `write_once`: the record gets its second slot only at the first write that would change bytes of the last
+        commit. Raises StoreError if the name is taken or the capacity is used up."""
         num_slots = 2 if committed and not write_once else 1
         return self._table.reserve(name, nbytes, committed=committed, num_slots=num_slots)
 
@@ -508,7 +509,8 @@ class _State:
 @final
 class RecordTable:
     """Keeps the table of a store's records: slots, written ranges, requests in flight. Any thread may use it. A write
-    never goes to an extent (a range of the files) that the durable manifest names; this makes commits safe."""
+    never goes to an extent (a range of the files) that the durable manifest names. So a commit stays whole until the
+    next one is durable."""
 
     def __init__(self, capacity_nbytes: int) -> None:
         self._lock = threading.Lock()
@@ -555,8 +557,8 @@ class RecordTable:
             return len(self._find(record).record.offsets)
 
     def kept(self, record: Record, start: int, end: int) -> list[Range]:
-        """Return the committed ranges that a write of `[start, end)` would overwrite. Return [] if the record has two
-        slots: a write then goes to the other slot."""
+        """Return the committed ranges that a write of `[start, end)` would overwrite. For a record with two slots
+        return [], because the write goes to the other slot."""
         with self._lock:
             state = self._find(record)
             if not state.record.committed or len(state.record.offsets) > 1 or state.durable is None:

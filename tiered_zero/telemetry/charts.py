@@ -204,7 +204,8 @@ def thin(points: Points) -> Points:
 
 
 def _widened(low_high: tuple[float, float]) -> tuple[float, float]:
-    """Return the range; a range of length 0 is widened, by so little that the axis has a tick near its value."""
+    """Return the range. A range of length 0 is widened, but only so little that the axis still has a tick near its
+    value."""
     low, high = low_high
     margin = min(0.5, abs(low) / 4)
     return (low, high) if high > low else (low - margin, high + margin) if margin > 1e-12 else (0.0, 1.0)

@@ -30,7 +30,8 @@ logger = logging.getLogger("tiered_zero")
 FORMAT_VERSION = 1
 
 TIMELINE_STEP = 3
-"""The spans of this step of the process are written into the record. By then units are prefetched."""
+"""The number, in this process, of the step whose spans are written into the record. By this step units are
+prefetched."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,7 +97,7 @@ class TierRack:
             tier.drain()
 
     def reclaim(self) -> None:
-        """Release every staging buffer that is still leased. Called after a failure, when nothing uses the buffers."""
+        """Release every staging buffer that is still leased. Called after a failure, once nothing uses the buffers."""
         for pool in self._pools:
             pool.reclaim()
 

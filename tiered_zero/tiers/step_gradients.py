@@ -47,7 +47,7 @@ class UnitShare:
 
 class GradientSource(ABC):
     """The gradients that one update reads, by segment (the part of a unit in one sub-group). Used by one thread at a
-    time. Methods that are not abstract are written for gradients that lie in host memory from the start."""
+    time. The methods that are not abstract serve gradients that lie in host memory from the start."""
 
     @abstractmethod
     def has(self, unit: Unit, param: ParamSpec) -> bool:

@@ -75,7 +75,8 @@ class UpdateJob:
                 self._layouts_of.setdefault(unit, []).append(layout)
         self._num_uncomputed = {unit: len(own) for unit, own in self._layouts_of.items()}
         self._num_unwritten = dict(self._num_uncomputed)
-        """Both: unit -> the number of its sub-groups that are not computed, or not written."""
+        """`_num_uncomputed`, `_num_unwritten`: unit -> the number of its sub-groups that are not computed, or not
+        written."""
         self._changed = threading.Condition()
         self._ready: dict[int, StateLayout] = {}
         """Index of a ready sub-group -> its layout, in the order in which sub-groups became ready."""
@@ -88,7 +89,7 @@ class UpdateJob:
 
     @cached_property
     def _waits_for(self) -> dict[int, set[Unit]]:
-        """Index of a sub-group -> those of its units that `add_unit` has not added yet."""
+        """Index of a sub-group -> the units with a part in it that `add_unit` has not added yet."""
         return {own.subgroup.index: set(own.subgroup.units) for own in self._layouts}
 
     def updates(self, unit: Unit) -> bool:
@@ -111,7 +112,7 @@ class UpdateJob:
         return done
 
     def finish(self, after: Transfer) -> None:
-        """Make the remaining sub-groups with a gradient ready (all, for a delayed update), and skip the others.
+        """Make the remaining sub-groups with a gradient ready, and skip the others. A delayed update skips none.
         Complete the `UnitUpdate` of units without a sub-group in the job. `after`: completes when compute's work so far
         is done."""
         for unit, unit_update in self.unit_updates.items():
@@ -157,8 +158,9 @@ class UpdateJob:
     # -- the thread that updates: ready sub-groups ---------------------------------------------------------------------
 
     def choose(self) -> StateLayout | None:
-        """Return the sub-group to update next: of the ready ones whose gradients have all arrived, the one that the
-        next forward needs first; if there is none, the one that became ready first; None if none is ready."""
+        """Return the sub-group to update next. Among the ready sub-groups whose gradients have all arrived, this is the
+        one that the next forward needs first. If there are none of these, it is the one that became ready first. Return
+        None if no sub-group is ready."""
         with self._changed:
             for index in self._ascending:
                 if self.has_arrived(self._ready[index]):
@@ -223,7 +225,8 @@ class UpdateJob:
                 self.unit_updates[unit].complete()
 
     def fail(self, error: BaseException) -> None:
-        """Fail the `UnitUpdate` of each unit that is not written yet, so that waits for it raise `error`."""
+        """Fail the `UnitUpdate` of each unit that is not written yet, so that every wait for the unit raises
+        `error`."""
         for unit_update in list(self.unit_updates.values()):  # a copy: the driver may add some
             unit_update.fail(error)
 
@@ -409,7 +412,7 @@ class UpdatePipeline:
     @contextmanager
     def _gradients(self, work: SubGroupWork, gradients: GradientSource) -> Iterator[list[torch.Tensor]]:
         """A context manager that yields the gradients of each segment. If the state is on the device, gradients in host
-        memory are copied there for the block."""
+        memory are copied to the device for the length of the block."""
         segments = work.layout.subgroup.segments
         grads = [
             gradients.part(segment) if window is None else window.view(self._gradient_dtypes[segment.unit])

@@ -163,7 +163,7 @@ class UpdatePolicy(ABC):
         act()
 
     def _cancel_prefetch(self) -> None:
-        """Drop the state that was read ahead, unless an update is under way: it uses that state."""
+        """Drop the state that was read ahead, unless an update is under way, which uses this state."""
         if self._is_idle():
             self._pipeline.cancel_prefetch()
 
@@ -453,9 +453,9 @@ class DelayedPolicy(OverlappedPolicy):
         super().__init__(pipeline, pager)
         self._start_step = start_step
         self._is_unpublished = False
-        """Whether an update to the back slots has begun, and its new values are not visible yet."""
+        """Whether an update to the back slots has begun whose new values are not visible yet."""
         self._is_publishing = False
-        """Whether `check` must make the new values visible: their update is complete."""
+        """Whether `check` must make the new values visible, because their update is complete."""
 
     def begin_backward(self) -> None:
         """Do nothing: an update runs during this backward, and reads ahead itself."""

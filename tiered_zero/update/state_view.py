@@ -51,7 +51,7 @@ class Scalars:
         self._of = dict(of_subgroups or {})
 
     def has_state(self, layout: StateLayout) -> bool:
-        """Return whether the sub-group's slot holds state in addition to masters. It does after the first update."""
+        """Return whether the sub-group's slot holds state in addition to masters, as it does after the first update."""
         return layout.subgroup.index in self._of
 
     @property
@@ -76,8 +76,8 @@ class Scalars:
         self._of.pop(layout.subgroup.index, None)
 
     def copy(self) -> Scalars:
-        """Return a copy that later updates do not change: an update replaces a sub-group's scalars, and never modifies
-        them."""
+        """Return a copy that later updates do not change. It may be shallow, because an update replaces a sub-group's
+        scalars and never modifies them."""
         return Scalars(self._layouts, self._of)
 
     def by_name(self) -> dict[str, Mapping[str, Any]]:
@@ -195,7 +195,7 @@ class StateView:
 
     @property
     def need_params(self) -> bool:
-        """Whether the slots store only the bits of a master that its 16-bit parameter lacks."""
+        """Whether a slot stores only those bits of each master that are not in its 16-bit parameter."""
         return any(layout.masters.needs_params for layout in self.layouts)
 
     def cuts(self, unit: Unit) -> list[int]:

@@ -1,8 +1,8 @@
 """Give huge pages to paged units, and store them between uses, if the CPU is the device.
 
-A unit has fixed addresses. A fetch maps huge pages of the store there, and an evict returns them: mremap(2) moves an
-entry of the page table, not bytes. malloc would return a large block to the system, which clears it page by page at the
-next use. This took several times as long as reading the unit.
+A unit has fixed addresses. A fetch maps huge pages of the store at these addresses, and an evict returns the pages to
+the store. Both use mremap(2), which moves entries of the page table, not bytes. malloc would return a large block to
+the system, which clears it page by page at the next use. This took several times as long as reading the unit.
 
 The addresses of an evicted unit show NaN (all bits set, -1 as integers). Code that reads a tensor past every guard, as
 `torch.jit.save` does, sees NaN instead of zeros that look like weights.
