@@ -79,6 +79,7 @@ def kill_script(directory: Path, swap_path: Path, case: tuple[str, str, str], nu
         begun = next((line["step"] for line in after["lines"] if "digest" in line), made)
         num_repeated += max(0, made + 1 - begun) if before["lines"] else 0
     assert all(process["status"] == signal.SIGKILL for process in killed)
+    assert found["processes"][-1]["lines"], f"the last process did not go on ({seed=}): {done.stderr[-6000:]}"
     last = found["processes"][-1]["lines"][-1]
     assert last == {"step": num_steps, "digest": expected[-1], "ended": True}, done.stderr[-4000:]
     runs = [run for run in list_runs(swap_path) if run.resumable]  # a kill before the first tag leaves an older one

@@ -17,6 +17,7 @@ import select
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,8 @@ def fork(arguments: tuple[Any, ...]) -> tuple[int, int]:
         try:
             run_process(write, *arguments)
             status = 0
+        except BaseException:
+            traceback.print_exc()  # os._exit prints none
         finally:
             sys.stderr.flush()
             os._exit(status)
