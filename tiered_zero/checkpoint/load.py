@@ -436,7 +436,8 @@ class StateLoader:
                 buffer.copy_(value)
 
     def _keeps_values(self, units: Iterable[Unit]) -> bool:
-        """Return whether a parameter of these units is not in the checkpoint, and so keeps its value."""
+        """Return whether any parameter of these units keeps its value, because the checkpoint does not have the
+        parameter."""
         return any(
             entry.param.numel and entry.param.name not in self._matched.params
             for unit in units
@@ -555,8 +556,8 @@ class StateLoader:
     # -- parameters without a master -----------------------------------------------------------------------------------
 
     def _load_unit(self, unit: Unit) -> None:
-        """Load the parameters of a unit whose parameters no update writes, such as a frozen one. Write them to each
-        home of the unit, or to the device if it has none."""
+        """Load the parameters of a unit that no update writes, such as a frozen one. Write them to each home of the
+        unit, or to the device if the unit has no home."""
         inventory = self._state.view.inventory
         homes = [home for kind in ("param", "param_back") if (home := inventory.find(unit, kind)) is not None]
         if inventory.find(unit, "param") is None:

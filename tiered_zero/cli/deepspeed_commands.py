@@ -1,4 +1,4 @@
-"""Replace DeepSpeed's launcher and its distribution.
+"""Replace the launcher of DeepSpeed, and its package as pip knows it.
 
 `tiered-zero launch` starts ranks by torchrun, with the options of DeepSpeed's launcher. `tiered-zero deepspeed-alias`
 installs a distribution named `deepspeed` (the alias), through which other tools import `tiered_zero.deepspeed`.

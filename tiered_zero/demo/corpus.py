@@ -33,7 +33,8 @@ class Corpus:
 
     @property
     def identity(self) -> str:
-        """The number of bytes and their checksum, in words: the same for the same text, wherever it lies."""
+        """A text that identifies the corpus: its number of bytes and their checksum. It does not depend on where the
+        corpus was read from."""
         return f"of {len(self)} bytes (xxh3 {xxhash.xxh3_64_hexdigest(self._text.numpy().data)})"
 
     def check(self, length: int) -> None:

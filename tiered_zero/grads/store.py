@@ -160,7 +160,8 @@ class GradientStore:
         waiting[index] = source
 
     def free_taken(self, taken: Mapping[int, torch.Tensor]) -> None:
-        """Count the memory of `taken`, gradients that buckets have copied, as free."""
+        """Subtract the bytes of `taken` from the ledger: buckets have copied these gradients, and their memory is
+        free."""
         self._ledger.discharge("device", "gradient_in_flight", sum(source.nbytes for source in taken.values()))
 
     def receive(

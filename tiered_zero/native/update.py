@@ -32,7 +32,7 @@ class Dtype(enum.IntEnum):
     REMAINDER = 3
     """The low half of a master, as an int16; only for Adam. The kernel adds it to the high half, the bfloat16 `out`.
     Two masters have the same remainder: one half a step above `out`, and one half a step below. The sign bit of the
-    second moment tells these two apart (see rules/state_layout.py)."""
+    second moment says which of the two it is (see rules/state_layout.py)."""
 
 
 class Rule(enum.IntEnum):

@@ -19,7 +19,7 @@ enough for the disk's full rate."""
 
 NUM_PARAM_STAGING = 4
 AUTO_STATE_STAGING_NBYTES = 168 * MIB
-"""The least total size of the staging buffers of state if the config gives no number of buffers. It is enough to keep
+"""The staging buffers of state have at least this size together if the config does not give their number. This keeps
 the disk busy during a long update or wait."""
 
 NUM_GRADIENT_STAGING = 2

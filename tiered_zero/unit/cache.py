@@ -243,7 +243,7 @@ class UnitCache:
 
     def prefetch(self, current: PagedUnit, phase: CallPhase) -> None:
         """Fetch the units that are used next after `current`, up to stage3_prefetch_bucket_size elements, but at least
-        one unit. If that size is 0, fetch none. Stop at a unit for which there is no room, or that must wait for its
+        one unit. If that size is 0, fetch nothing. Stop at a unit for which there is no room, or that must wait for its
         update. [Note: Expected uses]"""
         # In the last backward of a step, fetch for the next forward only units that step() will not change; with
         # several ranks none, because which updates have begun may differ between ranks.

@@ -89,8 +89,8 @@ class FlatStorage:
         self.guard()
 
     def _take_storage(self) -> None:
-        """Create the flat and the storage of guarded parameters, without memory. Make all parameters views of the
-        flat."""
+        """Create the flat, and the storage of guarded parameters; neither has memory yet. Make all parameters views of
+        the flat."""
         guarded = self._new_flat(None if self._place is None else self._place.alias)
         self._keyed_views = [keyed(view) for view in self._views_of(guarded)]
         self._guarded_bytes = guarded.untyped_storage()

@@ -261,7 +261,7 @@ class UpdatePipeline:
         """Remembers the error of the first failed update. Every later step raises, because an update rewrites state in
         place."""
         self._held: Mapping[int, Transfer] = {}
-        """Index of a sub-group -> the transfer that completes when a save has read its state."""
+        """Index of a sub-group -> a transfer that completes when the save has read the state of this sub-group."""
         self._reading: Transfer = COMPLETED
 
     @cached_property

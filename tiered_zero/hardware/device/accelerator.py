@@ -105,7 +105,7 @@ class Failure:
 
 
 _LAUNCHED = threading.Event()
-"""An event that is set already. Transfers that are made after the launch of their job get it as `launched`."""
+"""An event that is already set. It is the `launched` of a transfer that is made after its job was launched."""
 
 _LAUNCHED.set()
 
