@@ -154,30 +154,32 @@ def test_gradients_that_come_after_their_bucket_are_added_up_in_fp32(ranks: Rank
 
 
 class Adapted(nn.Module):
-    """Two frozen layers, each with an adapter: in backward frozen and trained units take turns."""
+    """Two layers in 16 bits, each with an adapter in fp32: in backward the two units of the block take turns."""
 
-    def __init__(self) -> None:
+    def __init__(self, trains_base: bool) -> None:
         super().__init__()
-        self.base = nn.ModuleList(nn.Linear(32, 32, bias=False).requires_grad_(False) for _ in range(2))
+        self.base = nn.ModuleList(nn.Linear(32, 32, bias=False).bfloat16() for _ in range(2)).requires_grad_(
+            trains_base
+        )
         self.adapters = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for base, adapter in zip(self.base, self.adapters, strict=True):
-            x = torch.tanh(base(x) + adapter(x))
+            x = torch.tanh(base(x.bfloat16()) + adapter(x))
         return x
 
 
-def train_adapted(path: str, gradients: str) -> dict[str, Any]:
+def train_adapted(path: str, gradients: str, trains_base: bool) -> dict[str, Any]:
     rank, config = rank_and_config(path, stage=3, offload_param={"device": "cpu"}, reduce_bucket_size=2048)
-    config |= {"bf16": {"enabled": True}, "gradient_clipping": 1.0}
+    config |= {"gradient_clipping": 1.0}
     config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
     config["tiered_zero"] |= {"gradients": gradients, "unit_size_cap": 2048}
     torch.manual_seed(0)
-    model = nn.Sequential(*(Adapted() for _ in range(3)))
+    model = nn.Sequential(*(Adapted(trains_base) for _ in range(3)))
     with tiered_zero.initialize(model=model, optimizer=make_optimizer(model, "adamw"), config=config)[0] as engine:
         for step in range(2):
             torch.manual_seed(2 * step + rank)
-            engine.backward(engine(torch.randn(2, 32).bfloat16()).float().square().mean())
+            engine.backward(engine(torch.randn(2, 32)).square().mean())
             engine.step()
         beyond = [
             (kind, sizes)
@@ -190,9 +192,11 @@ def train_adapted(path: str, gradients: str) -> dict[str, Any]:
         return {"beyond": beyond, "weights": weights}
 
 
-def test_adapters_of_frozen_layers_wait_for_their_bucket(ranks: RankPool, swap_path: Path) -> None:
-    """A frozen unit of the block, which backward uses between two gradients of a trained one, does not end it."""
-    found = [each for gradients in ("cpu", "nvme") for each in ranks.run(train_adapted, 2, str(swap_path), gradients)]
+@pytest.mark.parametrize("trains_base", [False, True])
+def test_units_of_a_block_wait_for_their_bucket(ranks: RankPool, swap_path: Path, trains_base: bool) -> None:
+    """The other unit of the block, which backward uses between two gradients of a unit, does not end the unit."""
+    places = ("cpu", "nvme")
+    found = [each for place in places for each in ranks.run(train_adapted, 2, str(swap_path), place, trains_base)]
     for each in found:
         assert each["beyond"] == []
         assert differences(each["weights"], found[0]["weights"]) == []

@@ -607,11 +607,11 @@ class UseOrder:
     [Note: Places of reductions] At stage 3 gathers and reductions are collectives of one group, so every rank must make
     them in one order. All ranks gather units in the same order ([Note: Order of gathers]). But which gradients come,
     and when, depends on the rank, for example on its experts. So a unit's buckets are reduced when backward begins to
-    use another unit, before that unit's gather. Gradients that come later wait for the next backward.
+    use a unit of another module, before that unit's gather. Gradients that come later wait for the next backward.
 
-    A unit is passed once backward has used it as often as forward did and begins to use another unit. A unit that
-    backward does not use is passed together with the next unit in the order of buckets. The buckets of all other units
-    are reduced at the end of backward."""
+    A unit is passed once backward has used it as often as forward did and begins to use a unit of another module: units
+    of one module, which differ in dtype, take turns. A unit that backward does not use is passed together with the next
+    unit in the order of buckets. The buckets of all other units are reduced at the end of backward."""
 
     def __init__(self) -> None:
         self._left: Counter[Unit] = Counter()
@@ -644,7 +644,7 @@ class UseOrder:
         for number, awaited in enumerate(self._awaited, start=1):
             if awaited not in self._used:
                 continue
-            if awaited is unit or self._left[awaited]:
+            if awaited.module == unit.module or self._left[awaited]:
                 break
             num_passed = number
         for _ in range(num_passed):
