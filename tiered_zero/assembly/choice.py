@@ -125,7 +125,6 @@ class PlacementSearch:
     estimate: ActivationEstimate | None = None
     disk_nbytes: int | None = None
     errors: list[Exception] = field(default_factory=list)
-    _plans: dict[frozenset[tuple[str, Any]], Plan] = field(default_factory=dict)
 
     def run(self) -> list[Candidate]:
         """Return the candidates that fit, best first. If none fits memory, raise the error of the last settings tried;
@@ -165,16 +164,14 @@ class PlacementSearch:
     def _plan(self, settings: Settings, *, fits: bool = True) -> Plan | None:
         """Return the plan of the config with `settings` filled in. If planning fails, or if `fits` and the plan exceeds
         a limit, add the error to `errors` and return None."""
-        key = frozenset(settings.items())
         try:
-            if key not in self._plans:
-                self._plans[key] = self.plan_of(self.config.filled_in(settings))
+            plan = self.plan_of(self.config.filled_in(settings))
             if fits:
-                self._plans[key].check()
+                plan.check()
         except (ValidationError, ConfigError, ModelError, PlanError) as error:
             self.errors.append(error)
             return None
-        return self._plans[key]
+        return plan
 
     def _has_disk(self, plan: Plan) -> bool:
         """Return whether the disk has room for the plan."""
