@@ -83,7 +83,7 @@ class Matched:
 
 
 def match(state: RunState, manifest: TagManifest, *, strict: bool, with_state: bool, convert: bool) -> Matched:
-    """Find the keys of a checkpoint from which a run's values are loaded, and check their shapes and dtypes. `strict`:
+    """Find the checkpoint's key for each value that the run loads, and check the value's shape and dtype. `strict`:
     refuse missing and unexpected names; False: log them. `with_state`: also load optimizer state. `convert`: allow
     rounding state to the run's format. Raises ModelError for another model, StoreError for values that cannot be read,
     and ConfigError for rounding that is not allowed."""
@@ -209,9 +209,9 @@ def _match_states(
 def _check_arrays(
     view: StateView, manifest: TagManifest, layout: StateLayout, piece: ParamPiece, name: str, kinds: Iterable[str]
 ) -> int:
-    """Check that this run can load the state arrays of one parameter: that they exist, and have fitting shapes and
-    dtypes. Return how many of them the run would round to fewer bits. `name`: the parameter's name in the checkpoint.
-    `kinds`: all kinds of state arrays in the checkpoint. Raises ModelError."""
+    """Check that this run can load the state arrays of one parameter: they exist, and have fitting shapes and dtypes.
+    Return the number of arrays that the run would round. `name`: the parameter's name in the checkpoint. `kinds`: all
+    kinds of state arrays in the checkpoint. Raises ModelError."""
     tensors, tag, rule = manifest.tensors, manifest.tag, view.rule
     fields = {own.name: own for own in layout.fields(piece)}
     saved = _arrays({kind for kind in kinds if f"{kind}/{name}" in tensors})
@@ -248,8 +248,8 @@ def _check_arrays(
 
 
 def _arrays(kinds: Iterable[str]) -> dict[str, bool]:
-    """Return kind of state array -> whether the array holds 8-bit codes, that is, whether `kinds` also has its scales
-    (`<kind>_scale`). The scales themselves are left out."""
+    """Return kind of state array -> whether the array holds 8-bit codes. It does if `kinds` also has its scales,
+    `<kind>_scale`. The scales themselves are left out."""
     own = dict.fromkeys(kinds).keys()  # in order
     return {kind: f"{kind}_scale" in own for kind in own if kind.removesuffix("_scale") not in own - {kind}}
 
@@ -272,7 +272,7 @@ class TensorReader:
     """Reads tensors from a tag or an in-place commit. One thread uses it; the end of a `with` block closes it."""
 
     def __init__(self, manifest: TagManifest, records: RecordReader, resources: ExitStack | None = None) -> None:
-        """`records`: reads the bytes; `check_places` has checked its places. `resources`: closed with the reader."""
+        """`records`: reads the bytes. `manifest`: checked by `check_places`. `resources`: closed with the reader."""
         self.manifest = manifest
         self._records = records
         self._resources = resources or ExitStack()
@@ -289,8 +289,8 @@ class TensorReader:
         self._resources.close()
 
     def submit(self, targets: Iterable[Target]) -> Callable[[], None]:
-        """Begin to fill `targets`. Return a function that waits until they are filled; it raises CorruptionError and
-        TransferError. This call raises TransferError and StoreError."""
+        """Begin to fill `targets`. Return a function that waits until they are filled. That function raises
+        CorruptionError and TransferError; `submit` raises TransferError and StoreError."""
         wanted: list[Wanted] = []
         copies: list[Callable[[], None]] = []
         for target in targets:
@@ -316,8 +316,8 @@ class TensorReader:
         self.submit(targets)()
 
     def read(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Return the row-major elements [start, stop) of a tensor, 1-D on the CPU. Raises TransferError, StoreError and
-        CorruptionError."""
+        """Return elements [start, stop) of a tensor, in row-major order, as a 1-D CPU tensor. Raises TransferError,
+        StoreError and CorruptionError."""
         entry = self.manifest.tensors[key]
         stop = entry.numel if stop is None else stop
         values = torch.empty(stop - start, dtype=torch_dtype(entry.dtype))
@@ -369,8 +369,8 @@ remainder]). For each of these: the dtype in which it is stored, and by how many
 
 
 def _add(bits: torch.Tensor, dtype: torch.dtype, shift: int, at: int, memory: memoryview) -> None:
-    """Add one summand of `_SUMMANDS` to `bits` (masters as int32). `memory`: elements of the summand; if they are
-    floats, only their signs are added. `at`: how many bytes of the summand come before `memory`."""
+    """Add one summand of `_SUMMANDS` to `bits`, the masters viewed as int32. `memory`: elements of the summand. If they
+    are floats, add only their signs. `at`: how many bytes of the summand come before `memory`."""
     read = torch.frombuffer(memory, dtype=dtype)
     values, first = read.signbit() if dtype.is_floating_point else read, at // dtype.itemsize
     for start in range(0, values.numel(), _STEP_NUMEL):  # temporaries stay small, and torch starts no threads
@@ -419,7 +419,7 @@ class StateLoader:
         self._num_converted = 0
         """The number of sub-groups in flight that need a conversion (see `_CONVERTED_AHEAD`)."""
         self._joined: list[torch.Tensor] = []
-        """Free buffers for masters that are stored as remainders; the next sub-group takes one."""
+        """Free fp32 buffers for masters. The next sub-group that stores remainders takes one."""
 
     @torch.no_grad()
     def load(self) -> None:
@@ -447,7 +447,7 @@ class StateLoader:
     # -- masters and state ---------------------------------------------------------------------------------------------
 
     def _begin(self, layout: StateLayout) -> tuple[SubGroupWork, Callable[[], None]] | None:
-        """Begin to read a sub-group. Return its work, and a function that waits for the values and begins to write
+        """Begin to load a sub-group. Return its work, and a function that waits for its values and begins to write
         them. Return None if no buffer is free, or if `_CONVERTED_AHEAD` sub-groups in flight need a conversion."""
         if self._num_converted == _CONVERTED_AHEAD:
             return None
@@ -570,7 +570,7 @@ class StateLoader:
                 self._load_windows(unit, home)
 
     def _load_windows(self, unit: Unit, home: Home) -> None:
-        """Write a unit to its home on nvme, in pieces of the size of a staging buffer."""
+        """Load a unit into its home on nvme, one staging buffer at a time."""
         staging = self._state.param_staging
         assert staging is not None, "a tier without views is planned with staging buffers"
         keeps = self._keeps_values([unit])
@@ -584,7 +584,7 @@ class StateLoader:
                 home.tier.write(home.slot, lease.tensor, start).wait()
 
     def _fill_unit(self, unit: Unit, flat: torch.Tensor, first: int) -> None:
-        """Fill `flat`, 1-D, with the unit's elements from `first` on."""
+        """Fill the 1-D tensor `flat` with the unit's elements from `first` on."""
         targets = []
         for entry in unit.entries:
             low, high = max(entry.start, first), min(entry.stop, first + flat.numel())
@@ -596,7 +596,7 @@ class StateLoader:
 
 
 def _params_of(layout: StateLayout) -> list[tuple[ParamSpec, int, tuple[int, int]]]:
-    """Return (param, start, (first, last)) for each parameter in a sub-group: elements [first, last) of the sub-group
+    """Return (param, start, (first, last)) for each parameter in a sub-group. Elements [first, last) of the sub-group
     are the parameter's elements from `start` on."""
     found = []
     for segment in layout.subgroup.segments:

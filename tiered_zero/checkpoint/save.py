@@ -41,8 +41,8 @@ from tiered_zero.version import __version__
 logger = logging.getLogger("tiered_zero")
 
 _MOST_COPIED_NBYTES = 64 * MIB
-"""The most bytes of units on the device that an asynchronous save copies. If these units have more bytes, the save
-copies none of them, and returns only when everything is written."""
+"""Limit in bytes for the units on the device that an asynchronous save copies. Above it, the save copies no unit, and
+returns only when everything is written."""
 
 
 def written_by(rule: UpdateRule, config: Config, runtime: Runtime) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class Capture:
 
     `fields`: fields of the manifest. `needed_nbytes`: the most bytes that this rank will write. `buffers`: CPU copies
     of buffers, by name. `params`: unit index -> a CPU copy of a unit that lives on the device. `may_return`: whether an
-    asynchronous save may return before it is written."""
+    asynchronous save may return before everything is written."""
 
     fields: Mapping[str, Any]
     needed_nbytes: int
@@ -77,7 +77,8 @@ class Capture:
 
     @classmethod
     def take(cls, state: RunState, fields: Mapping[str, Any], *, with_frozen: bool, save_latest: bool) -> Capture:
-        """Copy everything that a script may change. `fields`: fields of the manifest."""
+        """Copy what a script may change. Copy units on the device only if they fit in `_MOST_COPIED_NBYTES`. `fields`:
+        fields of the manifest."""
         named = state.buffers() if state.runtime.collectives.rank == 0 else {}
         buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in named.items()}
         units = state.saved_units(with_frozen)
@@ -130,13 +131,13 @@ class AsyncSave:
         self.tag: TagWriter | None = None
         """The tag of the save under way; None if there is none."""
         self._cut: Transfer = COMPLETED
-        """Completes when the save has begun, between two updates. If an update before that fails, carries its error."""
+        """Completes when the save has begun, between two updates. Carries the error if an earlier update fails."""
         self._end = Completion()
         """Completes when the tag is published or discarded; carries the error of the save."""
 
     def start(self, state: RunState, policy: UpdatePolicy, tag: TagWriter, capture: Capture, ready: Transfer) -> None:
-        """Let a save begin between two updates. Return when everything that a script may change is copied or written.
-        `ready`: completes when the device has computed all that is saved."""
+        """Schedule a save to begin between two updates. Return when everything that a script may change is copied or
+        written. `ready`: completes when the device has computed all that is saved."""
         end = Completion()
         try:
             cut = policy.at_cut(partial(_begin_during_training, state, tag, capture, ready, end))
@@ -166,8 +167,8 @@ class AsyncSave:
 
 
 def _begin_during_training(state: RunState, tag: TagWriter, capture: Capture, ready: Transfer, end: Completion) -> None:
-    """Start to write and publish the tag on the lane `save`. Called between two updates. `end`: completes when the tag
-    is published, and carries the save's error."""
+    """Start a job on the lane `save` that writes and publishes the tag. Called between two updates. `end`: completes
+    when the tag is published, or carries the save's error."""
     held, read = {layout.subgroup.index: Completion() for layout in state.view.layouts}, Completion()
 
     def write() -> None:
@@ -198,7 +199,7 @@ def _begin_during_training(state: RunState, tag: TagWriter, capture: Capture, re
 
 
 SCRATCH_NBYTES = MIB
-"""The size of a scratch buffer for bytes that are not page-aligned. Each such buffer of a record has one checksum."""
+"""Bytes of a scratch buffer. Data that is not page-aligned is copied to such a buffer before it is written."""
 
 NUM_SCRATCH = 8
 
@@ -256,7 +257,8 @@ class StateSaver:
     # -- parameters without a master, and buffers ----------------------------------------------------------------------
 
     def _send_unit(self, unit: Unit, copied: torch.Tensor | None) -> None:
-        """Write a unit that no update writes, or this rank's shard of it. `copied`: a CPU copy of the unit, if made."""
+        """Save a unit that no update changes, or this rank's shard of the unit. `copied`: a CPU copy of the unit, or
+        None."""
         name, home = self._places.unit(unit).record, self._state.view.inventory.find(unit, "param")
         if home is None:
             self._send(name, as_bytes(self._state.device_flat(unit) if copied is None else copied))
@@ -266,7 +268,7 @@ class StateSaver:
             self._in_flight += [(written, None) for written in self._send(name, raw[: home.slot.nbytes])]
 
     def _windows(self, unit: Unit) -> Iterator[torch.Tensor]:
-        """Yield the bytes of a unit on nvme, in the pieces in which they were written there."""
+        """Read a unit from nvme, and yield its bytes in the same pieces in which they were written."""
         home, staging = self._state.view.inventory.home(unit, "param"), self._state.param_staging
         assert staging is not None, "a tier without views is planned with staging buffers"
         for start in range(0, home.slot.nbytes, staging.buffer_nbytes):  # only whole pieces can be verified
@@ -294,7 +296,8 @@ class StateSaver:
         return []
 
     def _send_copied(self, name: str, parts: Iterable[torch.Tensor]) -> None:
-        """Append `parts`, on any device and with any alignment, to the record `name` through scratch buffers."""
+        """Append copies of `parts` to the record `name` through scratch buffers. Parts may have any device and
+        alignment."""
         buffer, filled = self._free_scratch(), 0
         for part in parts:
             at = 0
@@ -326,7 +329,7 @@ class StateSaver:
 
 
 def needed_nbytes(state: RunState, buffers: Iterable[torch.Tensor], with_frozen: bool) -> int:
-    """Return an upper limit of the bytes that this rank's records take in a full save."""
+    """Return the most bytes that this rank's records can take in a full save."""
     slots = sum(layout.nbytes for layout in state.own_layouts)
     segments = (one for layout in state.own_layouts if layout.masters.needs_params for one in layout.subgroup.segments)
     units = sum(own.nbytes for own in state.saved_units(with_frozen))

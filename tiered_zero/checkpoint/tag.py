@@ -1,8 +1,7 @@
-"""Find, open and prune tags (saved checkpoints): judge whether a tag is whole, choose the one to load, return a reader
-for it.
+"""Find, open and prune tags (saved checkpoints): check whether a tag is whole, choose one to load, return its reader.
 
-A tag of an in-place commit is a pointer: it leads to the newest commit of its run. A load that names such a tag is
-refused if the run has committed again since."""
+A tag of an in-place commit is a pointer: it leads to the newest commit of its run. A load that passes `tag` takes only
+that tag's commit: it is refused if the run has committed again since."""
 
 from __future__ import annotations
 
@@ -68,11 +67,11 @@ logger = logging.getLogger("tiered_zero")
 
 
 COMMIT_ID: Final = "commit_id"
-"""The metadata key of a commit's id, in all stores (sets of swap files) of the commit. Rank 0 draws the id: a step
-does not identify a commit, because two commits may have the same step."""
+"""The metadata key of a commit's id. All stores (sets of swap files) of the commit have it. Rank 0 draws the id at
+random, because two commits may have the same step."""
 
 DECIDED_BY: Final = "decided_by"
-"""The metadata key, in a commit's other stores, of the location of the store that decides the commit."""
+"""The metadata key of the location of the store that decides a commit. All other stores of the commit have it."""
 
 ON_ITS_HOST: Final = (
     "Resume an in-place commit with the same number of ranks, each on the host that has its part (torchrun "
@@ -112,8 +111,8 @@ class Commit(StrictModel):
 
     @classmethod
     def of(cls, committed: Manifest, path: Path) -> Commit:
-        """Return the commit in the manifest of the store that has decided it. `path`: the store's first directory.
-        Raises StoreError."""
+        """Decode the commit in `committed`, the manifest of the store that decides it. `path`: the store's first
+        directory. Raises StoreError."""
         with refused(path):
             return cls.model_validate_json(to_json(committed.metadata))
 
@@ -129,7 +128,7 @@ def refused(path: Path) -> Iterator[None]:
 
 
 def find_missing(commit: Commit) -> str:
-    """Return a text that names a part of a commit missing on this host; "" if all are here. Raises StoreError."""
+    """Return a text that names a missing part of a commit; "" if all parts are on this host. Raises StoreError."""
     step, own = commit.checkpoint.step, {COMMIT_ID: commit.commit_id}
     for store in commit.stores:
         found = [one for one in load_manifests(store.first) if one is not None and one.run_id == store.run_id]
@@ -166,12 +165,12 @@ def _committed(path: Path) -> Manifest:
 @dataclass(frozen=True, kw_only=True)
 class TagInfo:
     """The result of `look_at` for one tag. `complete`: whether the tag can be loaded. `reason`: why not, or "".
-    `nbytes`: its bytes on disk. `save_id`: see `TagManifest`. `is_unfinished`: whether the tag is being written or
-    removed, or was when its process ended. `is_foreign`: whether it is another program's checkpoint. `created_s`:
-    seconds since the epoch; 0.0 if unknown.
+    `nbytes`: its bytes on disk. `save_id`: see `TagManifest`. `is_unfinished`: whether a process is writing or removing
+    the tag, or ended while it did so. `is_foreign`: whether it is another program's checkpoint. `created_s`: seconds
+    since the epoch; 0.0 if unknown.
 
-    For a tag of an in-place commit: `run_id`: the run that committed. `swap`, `held_id`: the directory and the id of
-    the run's newest commit; None if there is none here."""
+    These fields are for in-place commits only. `run_id`: the run that committed. `swap`: the directory of the run's
+    newest commit. `held_id`: the id of that commit. Both are None if it is not on this host."""
 
     tag: str
     path: Path
@@ -196,8 +195,8 @@ class TagInfo:
 
 
 _PLAIN_MANIFEST_NBYTES: Final = 32 * MIB
-"""The size up to which a manifest is always read. A larger one may be hostile, and is read only if the tag's files are
-large too, because decoding a manifest takes about twenty times its bytes of memory."""
+"""Manifests of up to this size are always read. A larger one is read only if the tag's files are large too. Otherwise
+it may be hostile: decoding a manifest takes about twenty times its size in memory."""
 
 _NO_CHECKPOINT: Final = f"it is not a checkpoint: it has no {MANIFEST_NAME}"
 _LOST: Final = f"a checkpoint that has lost its {MANIFEST_NAME}, without which its data cannot be read. Take another"
@@ -229,8 +228,8 @@ def _foreign(names: Iterable[str]) -> str:
 
 
 def look_at(path: Path) -> tuple[TagInfo, TagManifest | None]:
-    """Examine the directory of one tag without reading its data. Return the result and the tag's manifest; None if the
-    manifest cannot be read."""
+    """Examine the directory of one tag without reading its data. Return the result and the manifest; the manifest is
+    None if it cannot be read."""
     info = TagInfo(tag=path.name, path=path)
     manifest = None
     try:
@@ -283,7 +282,7 @@ def _wrong_file(dir_fd: int, name: str, nbytes: int) -> str:
 
 
 def _follow(info: TagInfo, manifest: TagManifest) -> TagInfo:
-    """Return `info`, of a tag that points to an in-place commit, with the newest commit of that run added. The tag is
+    """Add the newest commit of the tag's run to `info`, and return the result. The tag is of an in-place commit. It is
     complete if it points to this newest commit, and no part of the commit is missing on this host."""
     assert manifest.swap is not None, "a tag of an in-place commit"
     first = manifest.swap.first
@@ -310,8 +309,8 @@ def _follow(info: TagInfo, manifest: TagManifest) -> TagInfo:
 
 
 def list_tags(save_dir: str | os.PathLike[str]) -> list[TagInfo]:
-    """Return all tags of a save directory, oldest first, also those that cannot be loaded (with the reason). Raises
-    StoreError if the directory cannot be read."""
+    """Return all tags of a save directory, lowest step first. Include tags that cannot be loaded, with the reason.
+    Raises StoreError if the directory cannot be read."""
     infos = []
     for name in _names(Path(save_dir)):
         path = Path(save_dir) / name
@@ -327,7 +326,7 @@ def _age(info: TagInfo) -> tuple[int, float, str]:
 
 
 def read_latest(save_dir: str | os.PathLike[str]) -> str | None:
-    """Return the tag that the file `latest` names; None if there is no such file. Raises StoreError for a bad one."""
+    """Return the tag that the file `latest` names; None if there is no such file. Raises StoreError for a bad file."""
     path = Path(os.path.realpath(save_dir))
     try:
         with open_directory(path) as fd:
@@ -341,8 +340,8 @@ def read_latest(save_dir: str | os.PathLike[str]) -> str | None:
 
 def nothing_to_load(load_dir: str | os.PathLike[str], *, resumes: bool = False) -> str:
     """Return why `load_dir` has nothing to load: it is missing or empty, or its first save was never completed. Return
-    "" if it may have something. `resumes`: True if the user asks to resume from `load_dir`; then a missing directory is
-    an error, and swap directories of runs in it count. Raises StoreError."""
+    "" if it may have something. `resumes`: True if the user asks to resume from `load_dir`. Then a missing directory is
+    an error, and swap directories in it count as content. Raises StoreError."""
     path = Path(load_dir)
     if not resumes and not os.path.lexists(path):
         return "it does not exist"
@@ -400,10 +399,11 @@ class FoundCheckpoint:
 
 def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -> FoundCheckpoint:
     """Find the checkpoint to load. `directory`: a run's swap directory, one tag, or a save directory with many tags.
-    `tag`: the only tag to take; None: take the tag that `latest` names, or if it cannot be loaded, the newest that can.
+    `tag`: the only tag to take; None: take the tag that `latest` names, or if that cannot be loaded, the newest tag
+    that can be.
 
     Without `tag`, a tag of an in-place commit leads to its run's newest commit ([Note: In-place commits]). Raises
-    StoreError, with the tags that were skipped."""
+    StoreError, which lists the skipped tags, if there is none."""
     path = Path(os.path.abspath(directory))
     if tag is not None:
         place = path / check_tag(tag)
@@ -436,8 +436,8 @@ def find_checkpoint(directory: str | os.PathLike[str], tag: str | None = None) -
 
 
 def _take(path: Path, *, follows: bool = True) -> FoundCheckpoint:
-    """Return the checkpoint that the tag in the directory `path` holds. `follows`: also take a newer commit to which
-    the tag leads. Raises StoreError, with the reason, if there is none."""
+    """Return the checkpoint of the tag in the directory `path`. `follows`: also accept a newer commit of the tag's run.
+    Raises StoreError, with the reason, if there is none."""
     info, manifest = look_at(path)
     if not info.complete and (info.swap is None or not follows):
         raise StoreError(f"{path} cannot be loaded: {info.reason}.")
@@ -446,7 +446,7 @@ def _take(path: Path, *, follows: bool = True) -> FoundCheckpoint:
 
 
 def _skipped(tags: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return a message for each reason for which tags were skipped. `tags`: reason -> skipped tags, newest first."""
+    """Return one message for each reason in `tags`. `tags`: reason -> the tags skipped for it, newest first."""
     return [
         f"Skipped {own[0]}{f' and {len(own) - 1} before it' if len(own) > 1 else ''}: {reason}."
         for reason, own in tags.items()
@@ -473,8 +473,8 @@ def _nothing_found(path: Path, infos: Sequence[TagInfo], skipped: list[str]) -> 
 
 
 def open_reader(found: FoundCheckpoint, own_runs: Container[str] = ()) -> TensorReader:
-    """Open the checkpoint `found`: a tag or an in-place commit. `own_runs`: the run ids in the manifests of
-    the caller's own stores, which may be opened although their run is alive. Raises StoreError."""
+    """Open the checkpoint `found`: a tag or an in-place commit. `own_runs`: run ids of the caller's own stores, which
+    may be opened although their run is alive. Raises StoreError."""
     if found.swap is not None:
         return open_commit(found.swap, own_runs)
     manifest = found.manifest or _take(found.path).manifest
@@ -496,9 +496,9 @@ def find_damage(directory: str | os.PathLike[str]) -> list[str]:
 
 
 def open_commit(path: str | os.PathLike[str], own_runs: Container[str] = ()) -> TensorReader:
-    """Open the newest commit of a run. `path`: any of the run's swap directories. `own_runs`: ids of the calling run's
-    stores, which may be opened but must not commit while the reader is open. Raises StoreError if nothing is committed,
-    if a part is damaged or missing on this host, or if another live run owns the directories."""
+    """Open the newest commit of a run. `path`: any of the run's swap directories. `own_runs`: run ids of the caller's
+    own stores, which may be opened, but must not commit while the reader is open. Raises StoreError if nothing is
+    committed, if a part is damaged or missing on this host, or if another live run owns the directories."""
     commit = Commit.read(Path(owner_of(Path(path)).paths[0]))
     with ExitStack() as resources:
         stores = open_stores(commit.stores, commit, resources, own_runs)
@@ -511,9 +511,9 @@ def open_commit(path: str | os.PathLike[str], own_runs: Container[str] = ()) -> 
 def open_stores(
     locations: Sequence[StoreLocation], commit: Commit, resources: ExitStack, own_runs: Container[str] = ()
 ) -> list[RecordFiles]:
-    """Lock and check the stores of `commit` at `locations`, and return their data files. No process can adopt them
-    until `resources` is closed. `own_runs`: ids of the calling run's stores, which may be opened although this run is
-    alive. Raises StoreError."""
+    """Lock and check the stores of `commit` at `locations`, and return their data files. No process can adopt the
+    stores until `resources` is closed. `own_runs`: run ids of the caller's own stores, which may be opened although
+    their run is alive. Raises StoreError."""
     found, step = [], commit.checkpoint.step
     for location in locations:
         paths = [Path(path) for path in location.paths]
@@ -530,8 +530,8 @@ def open_stores(
 
 
 def _lock(path: Path, owner: Owner, resources: ExitStack, own_runs: Container[str]) -> None:
-    """Lock a swap directory (shared) until `resources` is closed. Raises StoreError if its run is alive, unless this
-    process owns the run or `own_runs` has its id."""
+    """Take a shared lock on a swap directory until `resources` is closed. Raises StoreError if a run of another process
+    has locked it, unless `own_runs` has the run's id."""
     try:
         fd = open_of_owner(path / OWNER_NAME)
         resources.callback(fd.close)
@@ -551,9 +551,9 @@ def _lock(path: Path, owner: Owner, resources: ExitStack, own_runs: Container[st
 
 
 def prune(save_dir: str | os.PathLike[str], keep: int, *, dry_run: bool = False) -> list[TagInfo]:
-    """Remove all complete tags except the newest `keep`, and tags of in-place commits that were replaced. Return the
-    removed tags; with `dry_run`, those that would be removed. It never removes the tag that `latest` names, the newest
-    tag of a run whose last in-place commit has no tag, or a tag with other programs' files. Raises StoreError."""
+    """Remove tags of replaced in-place commits, and all complete tags except the newest `keep`. Return the removed
+    tags. `dry_run`: only return the tags to remove. `prune` never removes the tag that `latest` names, the newest tag
+    of a run whose last in-place commit has no tag, or a tag with other programs' files. Raises StoreError."""
     if keep < 1:
         raise StoreError(f"Keep at least one checkpoint; found {keep}.")
     directory = None if dry_run else SaveDirectory.open(save_dir)

@@ -1,8 +1,9 @@
 """Write, publish and remove tags (saved checkpoints) in a save directory, under one lock.
 
 A tag is a directory. Its `manifest.json` names the save whose data files belong to it. A save writes data files with
-new names, so those of a tag that it replaces stay until one rename of `manifest.json` publishes the save. The lock file
-names the save and the tag that a process is changing: after a crash the next process removes what is left of it."""
+new names. If it replaces a tag, the old data files stay until one rename of `manifest.json` publishes the save. The
+lock file names the save and the tag that a process is changing. After a crash, the next process removes the files left
+behind."""
 
 from __future__ import annotations
 
@@ -50,8 +51,8 @@ from tiered_zero.system import Descriptor
 logger = logging.getLogger("tiered_zero")
 
 _SPARE_NBYTES = 4 * MIB
-"""Free space to require for a tag's manifest and directory. A manifest takes about 45 bytes per MiB of data, and 200
-bytes per tensor."""
+"""Free bytes that a save requires for the tag's manifest and directory. A manifest takes about 45 bytes per MiB of
+data, and 200 bytes per tensor."""
 
 
 # -- the save directory ------------------------------------------------------------------------------------------------
@@ -60,8 +61,8 @@ LOCK_NAME: Final = ".tiered_zero.lock"
 
 
 def change_under_way(save_dir: Path) -> tuple[str, str]:
-    """Return the save id and the tag in the lock file: a process is writing or removing files of this save, or ended
-    while it did. Return ("", "") if the lock file names none."""
+    """Return the save id and the tag that the lock file names. A process is changing files of this save, or ended
+    before it was done. Return ("", "") if the lock file names none."""
     try:
         with open_directory(os.path.realpath(save_dir)) as fd:
             save_id, _, tag = read_file(LOCK_NAME, fd, most_nbytes=4096).decode().partition(" ")
@@ -107,8 +108,8 @@ class SaveDirectory:
         return directory
 
     def begin(self, tag: str, save_id: str) -> None:
-        """Note durably that files of the save `save_id` are going to be written to `tag`, or removed from it. Make the
-        tag's directory if missing. Raises OSError, and StoreError if the name is taken by a file or a link."""
+        """Note in the lock file, durably, that files of the save `save_id` will be written to `tag` or removed from it.
+        Make the tag's directory if missing. Raises OSError, and StoreError if the name is taken by a file or a link."""
         path = self.path / tag
         if os.path.lexists(path) and not stat.S_ISDIR(mode := os.lstat(path).st_mode):
             raise StoreError(f"{path} is {kind_text(mode)}, and is not replaced by a checkpoint. Name another tag.")
@@ -120,8 +121,9 @@ class SaveDirectory:
         sync_directory(self.path)
 
     def end(self, tag: str, save_id: str, *, is_published: bool) -> int:
-        """End what `begin` began: remove the data files of the save if it is not published, or those of older saves in
-        the tag if it is. Return the bytes freed on disk. If files cannot be removed, log that and return 0."""
+        """End the change that `begin` began. If the save is published, remove the data files of older saves in the tag;
+        else remove the save's own. Return the bytes freed on disk. If files cannot be removed, log that and return
+        0."""
         path, nbytes = self.path / tag, 0
         try:
             for name in os.listdir(path):
@@ -146,7 +148,8 @@ class SaveDirectory:
         return nbytes
 
     def remove(self, tag: str, save_id: str) -> None:
-        """Remove a tag that the save `save_id` has written. Raises OSError if the tag can still be loaded."""
+        """Remove a tag that the save `save_id` has written. Raises OSError if the manifest cannot be removed: the tag
+        can still be loaded."""
         try:
             self.begin(tag, save_id)
         except OSError as error:
@@ -158,7 +161,7 @@ class SaveDirectory:
         self.end(tag, save_id, is_published=False)
 
     def _restore(self) -> None:
-        """Remove files that a dead writer has left. Keep them if it is unknown whether its save was published."""
+        """Remove files that a dead writer has left. Keep them if the tag's manifest cannot be read."""
         save_id, tag = change_under_way(self.path)
         if not tag:
             return
@@ -205,14 +208,15 @@ class TagWriter:
         needed_nbytes: int,
         directory: SaveDirectory | None = None,
     ) -> None:
-        """Use `begin` or `join` instead. `path`: the tag's directory. `directory`: locked by rank 0 alone."""
+        """Use `begin` or `join` instead. `path`: the tag's directory. `directory`: the locked directory on rank 0; else
+        None."""
         self.path, self.save_id, self.writer = path, save_id, writer
         self.tag = path.name
         self._needed_nbytes = needed_nbytes
         self._directory = directory
         self._has_latest = False
         self.is_published = False
-        """Whether this save is published: the tag's manifest is that of this save."""
+        """Whether this save is published: its manifest is the tag's manifest."""
 
     @classmethod
     def begin(
@@ -274,8 +278,8 @@ class TagWriter:
             raise
 
     def publish(self, fields: Mapping[str, Any], shares: Sequence[Share], *, save_latest: bool = True) -> None:
-        """Make the save durable, and publish it. `fields`: the fields of TagManifest that are not in `shares`, and not
-        the tag. Raises StoreError."""
+        """Make the save durable, and publish it. `fields`: the fields of TagManifest, except those in `shares`, the tag
+        and the save id. Raises StoreError."""
         try:
             stores = tuple(store for share in shares for store in share.stores)
             self.prepare({"stores": stores, **join_shares(shares), **fields}, save_latest=save_latest)
@@ -285,8 +289,8 @@ class TagWriter:
             raise _store_error(self.path, error, self._needed_nbytes) from error
 
     def prepare(self, fields: Mapping[str, Any], *, save_latest: bool = True) -> None:
-        """Write the manifest, and with `save_latest` the new `latest`, durably next to the present ones. Call `discard`
-        only after this has ended. Raises OSError, StoreError."""
+        """Write the new manifest, and with `save_latest` the new `latest`, durably next to the present files. Call
+        `discard` only after this has ended. Raises OSError, StoreError."""
         assert self._directory is not None, "rank 0 publishes"
         prepare_file(self.path / MANIFEST_NAME, TagManifest(**fields, tag=self.tag, save_id=self.save_id).encode())
         sync_directory(self.path)

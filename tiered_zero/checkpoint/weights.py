@@ -1,5 +1,6 @@
-"""Write weights to safetensors files, which transformers' `from_pretrained` and plain torch load. Tensors are read and
-written one at a time. An export can take over the tensor names, config and tokenizer of a transformers model."""
+"""Write weights to safetensors files, which transformers' `from_pretrained` and the library safetensors load. Tensors
+are read and written one at a time. An export can take over the tensor names, config and tokenizer of a transformers
+model."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from tiered_zero.unit.weights import Conversion, open_safetensors, to_files, wei
 
 WEIGHTS_NAME = "model.safetensors"
 MAX_SHARD_NBYTES = 5 * 10**9
-"""The default size limit of a file in bytes, as in transformers."""
+"""The default size limit of a file in bytes, as in transformers 4."""
 
 _EXPORT: Final = "save_16bit_model"
 
@@ -139,10 +140,10 @@ def _read_part(
 def list_weights(
     reader: TensorReader, dtype: torch.dtype = torch.float32, *, with_frozen: bool = True
 ) -> list[WeightTensor]:
-    """Return the weights of a checkpoint; a tied weight once for each name. `dtype`: the dtype of floating-point
-    parameters; other parameters and all buffers keep their own. `with_frozen`: include parameters without a master.
-    Raises StoreError if there are no weights. Reading a weight raises CorruptionError, or StoreError for a value that
-    `dtype` cannot hold."""
+    """Return the weights of a checkpoint. A tied weight is returned once for each name. `dtype`: the dtype of
+    floating-point parameters; other parameters and all buffers keep their own. `with_frozen`: include parameters
+    without a master. Raises StoreError if there are no weights. Reading a weight raises CorruptionError, or StoreError
+    for a value that `dtype` cannot hold."""
     aliases: dict[str, list[str]] = {}
     for alias, name in reader.manifest.aliases.items():
         aliases.setdefault(name, []).append(alias)
@@ -166,7 +167,7 @@ def list_weights(
 
 
 def _read_chunks(reader: TensorReader, key: str, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """Yield a tensor's row-major elements as `dtype`, in chunks."""
+    """Yield chunks of a tensor's row-major elements, converted to `dtype`."""
     entry = reader.manifest.tensors[key]
     # in one piece if it is saved in another memory order
     step = _CHUNK_NUMEL if entry.order is None else max(1, entry.numel)
@@ -182,7 +183,7 @@ def _read_chunks(reader: TensorReader, key: str, dtype: torch.dtype) -> Iterator
 
 
 def write_model_config(model: nn.Module, directory: Path) -> None:
-    """Write config.json and generation_config.json of a transformers model, which `from_pretrained` reads."""
+    """Write config.json and generation_config.json for `from_pretrained`, if `model` is a transformers model."""
     config: Any = getattr(model, "config", None)
     if not callable(getattr(config, "save_pretrained", None)):
         return
@@ -207,8 +208,8 @@ def write_weights(
     file_name: str = WEIGHTS_NAME,
     replaces: bool = True,
 ) -> list[Path]:
-    """Write weights to the file `file_name`, or if they are larger than `max_shard_nbytes`, to numbered files and an
-    index. Return the paths, the index last. A tensor above the limit gets a file of its own. A reader never finds a
+    """Write weights to the file `file_name`. If they exceed `max_shard_nbytes`, write numbered files and an index
+    instead. Return the paths, the index last. A tensor above the limit gets a file of its own. A reader never finds a
     mixture of old and new weights. `replaces`: False refuses to replace another model's weights. Raises StoreError."""
     stem = file_name.removesuffix(".safetensors")
     shards = _split(tensors, max_shard_nbytes)
@@ -246,8 +247,8 @@ def write_weights(
 
 @contextmanager
 def _hidden_directory(directory: Path) -> Iterator[Path]:
-    """Return a context manager: it makes a hidden directory for new files, and removes it at the end. It first removes
-    such directories of killed processes of this host."""
+    """Return a context manager that makes a hidden directory for new files, and removes it at the end. First, it
+    removes such directories of killed processes on this host."""
     prefix = f".part-{socket.gethostname()}-"
     for path in directory.iterdir():
         left = re.fullmatch(rf"{re.escape(prefix)}(\d+)-\w+", path.name)
@@ -263,7 +264,7 @@ def reading_order(tensors: Sequence[WeightTensor], max_shard_nbytes: int) -> lis
 
 
 def _split(tensors: Sequence[WeightTensor], max_nbytes: int) -> list[list[WeightTensor]]:
-    """Distribute tensors over files of at most `max_nbytes`, in order."""
+    """Distribute tensors, in order, over files of at most `max_nbytes`. In each file, wide dtypes come first."""
     shards: list[list[WeightTensor]] = [[]]
     filled = 0
     for tensor in tensors:
@@ -311,7 +312,7 @@ def _shard_bytes(header: bytes, tensors: Sequence[WeightTensor]) -> Iterator[byt
 
 
 def weight_files(directory: Path, stem: str) -> list[Path]:
-    """Return the weight files in the directory: `<stem>.safetensors`, or numbered files of this name."""
+    """Return the weight files in the directory: `<stem>.safetensors`, and numbered `<stem>-*-of-*.safetensors`."""
     pattern = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?\.safetensors")
     return [path for path in directory.iterdir() if pattern.fullmatch(path.name)]
 
@@ -337,7 +338,7 @@ def _check_model(directory: Path, stem: str, tensors: Sequence[WeightTensor]) ->
 
 
 def _publish(directory: Path, temporary: Path, names: Sequence[str], stem: str) -> None:
-    """Replace the weight files of the name `stem` in the directory by the files `names` of `temporary`."""
+    """Replace the weight files `<stem>...` in the directory with the files `names` from `temporary`."""
     for path in [directory / f"{stem}.safetensors.index.json", *weight_files(directory, stem)]:
         if len(names) > 1 or path.name not in names:  # else one rename replaces the file
             path.unlink(missing_ok=True)  # until the last rename a reader finds no weights, and never a mixture
@@ -355,8 +356,9 @@ def _publish(directory: Path, temporary: Path, names: Sequence[str], stem: str) 
 def write_together(
     ranks: Collectives, tensors: Sequence[WeightTensor], write: Callable[[Sequence[WeightTensor]], None]
 ) -> None:
-    """Call `write` on rank 0 with tensors that are split over ranks. All ranks read each tensor, in order. An error of
-    `write` is raised on all ranks. A failed read ends the run: its rank raises the error, the others RankError."""
+    """Call `write` on rank 0 with tensors that are split over ranks. All ranks read each tensor, in order. An error in
+    `write` is raised on all ranks. A failed read ends the run: the failing rank raises the read's error, the others
+    raise RankError."""
     begun: list[WeightTensor] = []
     failed: list[Exception] = []
 
@@ -404,9 +406,9 @@ _COPIED = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 
 
 def named_as_in(directory: Path, tensors: Sequence[WeightTensor], tied: Container[str]) -> list[WeightTensor]:
-    """Return the tensors, renamed and split as in the safetensors files of `directory`, or if it has none, as
-    `save_pretrained` does. `tied`: names that the files may lack. Raises ModelError if the other names in the files and
-    in `tensors` are not the same."""
+    """Return `tensors`, renamed and split as in the safetensors files of `directory`. If it has no such files, do as
+    `save_pretrained` does. `tied`: names that the files may lack. Raises ModelError if another name is only in the
+    files, or only in the tensors."""
     names = _names(directory)
     if not names or not names <= {tensor.name for tensor in tensors}:
         tensors = as_saved(_on_meta(directory), tensors)

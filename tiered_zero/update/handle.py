@@ -31,7 +31,7 @@ NO_COPY = "An optimizer whose state rests on tiers cannot be copied or pickled. 
 
 
 def creates_state(groups: Sequence[Mapping[str, Any]], grads: Collection[torch.Tensor]) -> bool:
-    """Return whether a call of `step` only creates state: every lr is 0, there are `grads`, and all of them are 0.
+    """Return whether `step` was called only to create state: every lr is 0, there are `grads`, and all of them are 0.
     torch.distributed.checkpoint makes such a call for an optimizer that has no state yet."""
     return bool(grads) and all(group.get("lr") == 0 for group in groups) and not any(grad.any() for grad in grads)
 
@@ -62,7 +62,8 @@ class OffloadedState:
 @final
 class StateAccess(Mapping[nn.Parameter, ParamState]):
     """The mapping `optimizer.state` while the state rests on tiers. Keys: the parameters that have state. Values:
-    `OffloadedState`, whose use raises ModelError, because a change to it would be lost. Used on the driver thread."""
+    `OffloadedState`, which gives no access to state tensors, because changes to them would be lost. Used on the driver
+    thread."""
 
     def __init__(self, policy: UpdatePolicy) -> None:
         self._policy = policy
@@ -81,8 +82,8 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
         return OffloadedState(self, param)  # type: ignore[return-value]
 
     def __setitem__(self, param: nn.Parameter, value: object) -> None:
-        """Change nothing if `value` is an `OffloadedState`: code that moves state to a device assigns values back.
-        Raises ModelError for any other value."""
+        """Ignore an `OffloadedState`, because code that moves state to a device assigns values back. Raises ModelError
+        for any other value."""
         if not isinstance(value, OffloadedState):
             refuse_state()
 
@@ -92,8 +93,8 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
         raise ModelError(NO_COPY)
 
     def read(self, only: nn.Parameter | None = None) -> dict[nn.Parameter, ParamState]:
-        """Wait for the updates under way, and return copies of the state of `only`, or of all parameters that have
-        state."""
+        """Return copies of the state of `only` (None: of all parameters that have state). Waits for the updates under
+        way."""
         return self._flushed().read(only)
 
     def check_groups(self, groups: list[dict[str, Any]]) -> None:
@@ -101,9 +102,9 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
         self._flushed().check_groups(groups)
 
     def replace(self, states: Mapping[nn.Parameter, ParamState], groups: list[dict[str, Any]]) -> None:
-        """Replace the state of all parameters by `states`; a parameter that is missing there then has no state.
-        `groups`: the new values of the param groups, which the caller sets afterwards. Raises ModelError, with nothing
-        changed, if `states` and `groups` do not fit. If writing fails, every later step raises."""
+        """Replace the state of all parameters by `states`. A parameter missing in `states` then has no state. `groups`:
+        the new values of the param groups, which the caller sets afterwards. Raises ModelError, with nothing changed,
+        if `states` and `groups` do not fit. If writing fails, every later step raises."""
         view = self._open()
 
         def check() -> None:
@@ -123,7 +124,7 @@ class StateAccess(Mapping[nn.Parameter, ParamState]):
         return self._view is not None
 
     def close(self) -> None:
-        """Make every later access raise ModelError: the run ends and its tiers are closed."""
+        """Make every later access raise ModelError. Called when the run closes."""
         self._view = None
 
     def _flushed(self) -> StateView:
@@ -148,7 +149,7 @@ class TierStateOptimizer(Optimizer):
     _source: Optimizer
     _access: StateAccess
     _copies: dict[nn.Parameter, ParamState] | None = None
-    """Copies of the state while torch's own code makes a state_dict from them; else None."""
+    """Copies of the state, while `state_dict` runs torch's code on them; else None."""
 
     @property  # type: ignore[override]
     def state(self) -> Mapping[nn.Parameter, ParamState]:
@@ -177,8 +178,9 @@ class TierStateOptimizer(Optimizer):
         updates under way. If state is sharded (many ranks, stage 1 and up), every rank calls this and gets the whole
         state. Raises BudgetError if the copies do not fit into free host memory.
 
-        An engine's optimizer leaves out the fp32 masters: if a load of the model's state_dict changes a parameter, its
-        master gets the parameter's value. An optimizer without an engine includes the masters, as "master"."""
+        An engine's optimizer leaves out the fp32 masters. If a load of the model's state_dict changes a parameter, the
+        parameter's master gets the new value. An optimizer without an engine includes the masters, under the key
+        "master"."""
         before, self._copies = self._copies, self._state_access().read()
         try:
             return super().state_dict()
@@ -187,7 +189,7 @@ class TierStateOptimizer(Optimizer):
 
     @hold_interrupts()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict()`, or that of a plain torch optimizer of the user's class. Param groups are
+        """Load a state_dict of this optimizer, or of a plain torch optimizer of the user's class. Param groups are
         changed in place. State is rounded if tiered_zero.state_format has fewer bits. With many ranks every rank calls
         this with the whole state. Raises ModelError, with nothing changed, if groups, shapes or keys do not fit."""
         given = dict(state_dict)
@@ -200,8 +202,8 @@ class TierStateOptimizer(Optimizer):
 
     @hold_interrupts()
     def read_state(self, param: nn.Parameter) -> ParamState:
-        """Return a copy of one parameter's state, in the form of `state_dict()`; empty before the parameter's first
-        step. If state is sharded, every rank calls this."""
+        """Return a copy of one parameter's state, in the format of `state_dict()`. It is empty before the parameter's
+        first step. If state is sharded, every rank calls this."""
         return self._state_access().read(param).get(param, {})
 
     def _replace_state(self, states: Mapping[nn.Parameter, ParamState], groups: list[dict[str, Any]]) -> None:
@@ -214,8 +216,8 @@ class TierStateOptimizer(Optimizer):
         raise ModelError(NO_COPY)
 
     def _matched(self, given: Mapping[str, Any]) -> tuple[dict[nn.Parameter, ParamState], list[dict[str, Any]]]:
-        """Match `given`, a state_dict, with this optimizer's param groups. Return (this optimizer's parameter -> its
-        state, the param groups of `given` with all options). Raises ModelError if it does not fit."""
+        """Match `given`, a state_dict, with this optimizer's param groups. Return (parameter -> its state, the param
+        groups of `given` with all options). Raises ModelError if `given` does not fit."""
         try:
             states, saved = given["state"], deepcopy(given["param_groups"])
             sizes = [len(group["params"]) for group in saved]
@@ -276,7 +278,7 @@ class TieredOptimizer(TierStateOptimizer):
     """The optimizer that `initialize()` returns. Its state rests on the tiers.
 
     A value that is changed in `param_groups` takes effect at the next step, so any torch LR scheduler works. An
-    optimizer that the user has passed shares group dicts and hooks, so schedulers built on it work too."""
+    optimizer passed by the user shares its group dicts and hooks with this one, so its schedulers work too."""
 
     overflow = False
     """Whether the last step was skipped because its gradients were not finite."""
@@ -286,7 +288,7 @@ class TieredOptimizer(TierStateOptimizer):
         self.param_groups = source.param_groups
         self._source = source
         self._engine: Any = None
-        """The engine; None before `connect`. Typed Any, because this file cannot import the engine's."""
+        """The engine; None before `connect`. Typed Any, because this file cannot import the engine's class."""
         self._refused: Any = None
         for name in _HOOKS:
             setattr(self, name, getattr(source, name))
@@ -296,9 +298,9 @@ class TieredOptimizer(TierStateOptimizer):
         return self._access
 
     def take_reset(self) -> None:
-        """Reset the state if user code has assigned an empty mapping to `state` of the optimizer that it passed in.
-        Called before every use of the state. Raises ModelError for another mapping. While an update that began in
-        backward waits for its step(), the first call raises ModelError, and later calls leave the old state in use."""
+        """Reset the state if user code has assigned an empty mapping to `state` of the user's own optimizer. Raises
+        ModelError if the mapping is not empty. Called before every use of the state. While an update that began in
+        backward waits for its step(), the first call raises ModelError, and later calls keep the old state."""
         given = self._source.state
         if given is self._access or not isinstance(self._access, StateAccess) or not self._access.is_open:
             return
@@ -323,7 +325,8 @@ class TieredOptimizer(TierStateOptimizer):
 
     def connect(self, engine: Any, policy: UpdatePolicy, at_end: Callable[[Callable[[], None]], None]) -> None:
         """Connect the optimizer to the run: its calls go to `engine`, it reads and writes state through `policy`, and
-        calls of the user's own optimizer come here. `at_end(act)`: call `act` when the run closes."""
+        calls of the user's own optimizer are redirected to this one. `at_end(act)`: makes the run call `act` when it
+        closes."""
         self._engine = engine
         self.state = access = StateAccess(policy)
         at_end(access.close)
@@ -383,8 +386,8 @@ class TieredOptimizer(TierStateOptimizer):
         return [{**group, "params": len(group["params"])} for group in self.param_groups]
 
     def checked_group_options(self, options: Any) -> list[dict[str, Any]]:
-        """Check `options`, the `group_options()` that a checkpoint holds; nothing about them is trusted. Return them
-        with missing options filled in. Raises ModelError if they do not fit the optimizer."""
+        """Check `options`, which a checkpoint holds as `group_options()`; they may be anything. Return them with
+        missing options filled in. Raises ModelError if they do not fit the optimizer."""
         if type(options) is not list or not all(
             type(new) is dict and type(new.get("params")) is int for new in options
         ):
@@ -405,8 +408,8 @@ class TieredOptimizer(TierStateOptimizer):
         return completed
 
     def load_group_options(self, options: Sequence[Mapping[str, Any]]) -> None:
-        """Set the param groups to `options`, a result of `checked_group_options`. An option that is missing there keeps
-        its value. So do fused, capturable and differentiable, which each run chooses for itself."""
+        """Set the param groups to `options`, a result of `checked_group_options`. Options missing there keep their
+        values. So do fused, capturable and differentiable, because each run chooses them."""
         for group, new in zip(self.param_groups, options, strict=True):
             for name, value in new.items():
                 own = group.get(name)
@@ -489,8 +492,8 @@ class ParamGroupWatch:
 
 
 _CODE_OPTIONS = ("fused", "capturable", "differentiable")
-"""Options by which torch chooses one of its implementations of a step. `foreach` is left out, because its results equal
-those of the for-loop."""
+"""Options that select torch's implementation of a step. `foreach` is left out, because its results equal those of the
+for-loop."""
 _VALUES = (bool, int, float, str, tuple, list, Tensor)
 
 
@@ -500,8 +503,8 @@ def _describe(value: Any) -> str:
 
 @contextmanager
 def restored_on_error(groups: list[dict[str, Any]]) -> Iterator[None]:
-    """A context manager that restores the values of the param groups if the block raises. For a block that builds a
-    scheduler, which changes learning rates at once."""
+    """A context manager that restores the values of the param groups if the block raises. Used for a block that builds
+    a scheduler, because this changes learning rates."""
     before = [dict(group) for group in groups]
     try:
         yield
@@ -517,7 +520,7 @@ _REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_
 
 def _redirect(source: Optimizer, handle: TieredOptimizer, at_end: Callable[[Callable[[], None]], None]) -> None:
     """Redirect the methods `_REDIRECTED` of `source`, the user's own optimizer, to those of `handle`. `at_end(act)`:
-    call `act`, which undoes this, when the run closes."""
+    makes the run call `act`, which undoes this, when it closes."""
     owner = weakref.ref(handle)
     before = {name: vars(source)[name] for name in _REDIRECTED if name in vars(source)}
     redirects = {name: MethodType(_redirected(name, owner), source) for name in _REDIRECTED}

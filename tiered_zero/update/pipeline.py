@@ -29,7 +29,7 @@ from tiered_zero.update.state_view import PieceScalars, StateView
 from tiered_zero.update.subgroup_io import ParameterSink, SubGroupIO, SubGroupWork
 
 POLL_S = 0.002
-"""Seconds that the loop waits for a sub-group to become ready before it looks for writes that have ended."""
+"""Seconds that the loop waits for a ready sub-group before it checks which writes have ended."""
 
 
 class UpdateJob:
@@ -38,12 +38,13 @@ class UpdateJob:
 
     The driver thread adds units with complete gradients (`add_unit`, in backward), then calls `finish` or `cancel`. The
     thread that updates takes sub-groups, and counts those that are computed and written. When all sub-groups with a
-    part of a unit are computed, it completes `UnitUpdate.computed` of the unit; when they are written, `written`.
+    part of a unit are computed, it completes the unit's `UnitUpdate.computed`. When all are written, it completes
+    `UnitUpdate.written`.
 
     `groups`: copies of the param groups' values. `after`: the job starts after this transfer. `param_kind`: the slots
-    for new parameters: "param", or "param_back" for a delayed update, which also writes the parameters of sub-groups
-    without a gradient. `on_device`: whether the job updates the sub-groups with state on the device; a second job then
-    updates the others, from the same gradients."""
+    for new parameters: "param", or "param_back" for a delayed update. A delayed update also writes the parameters of
+    sub-groups without a gradient. `on_device`: whether this job updates only the sub-groups with state on the device. A
+    second job then updates the others from the same gradients."""
 
     def __init__(
         self,
@@ -61,12 +62,13 @@ class UpdateJob:
         """Unit -> the `UnitUpdate` to complete. The driver thread adds units before `finish`."""
         self.after_of: dict[int, Transfer] = {}
         """Index of each sub-group that is or was ready -> a transfer. The update writes the sub-group's parameters on
-        the device after this transfer, because earlier work of compute may read them."""
+        the device after this transfer, because earlier compute may still read them."""
         self.computed = Completion()
         """Completes when every sub-group is computed, or when the job ends."""
         self.opened: deque[SubGroupWork] = deque()
         self.written: deque[SubGroupWork] = deque()
-        """`opened`: the sub-groups that are being read. `written`: those that are being written."""
+        """`opened`: the sub-groups that are being read or wait for their update. `written`: the sub-groups that are
+        being written."""
         self._layouts = layouts
         self._layouts_of: dict[Unit, list[StateLayout]] = {}
         """Unit -> the sub-groups that hold a part of it."""
@@ -75,8 +77,8 @@ class UpdateJob:
                 self._layouts_of.setdefault(unit, []).append(layout)
         self._num_uncomputed = {unit: len(own) for unit, own in self._layouts_of.items()}
         self._num_unwritten = dict(self._num_uncomputed)
-        """`_num_uncomputed`, `_num_unwritten`: unit -> the number of its sub-groups that are not computed, or not
-        written."""
+        """`_num_uncomputed`: unit -> the number of its sub-groups not computed yet. `_num_unwritten`: the same for
+        those not written yet."""
         self._changed = threading.Condition()
         self._ready: dict[int, StateLayout] = {}
         """Index of a ready sub-group -> its layout, in the order in which sub-groups became ready."""
@@ -97,8 +99,9 @@ class UpdateJob:
         return unit in self._layouts_of
 
     def add_unit(self, unit: Unit, after: Transfer) -> list[Unit]:
-        """Add a unit with complete gradients. A sub-group is ready when its last unit is added. Return the units whose
-        last sub-group becomes ready here. `after`: completes when compute no longer reads the unit's parameters."""
+        """Add a unit with complete gradients. A sub-group becomes ready when all its units are added. Return the units
+        whose last sub-group became ready in this call. `after`: completes when compute no longer reads the unit's
+        parameters."""
         done: list[Unit] = []
         for layout in self._layouts_of[unit]:
             waits_for = self._waits_for[layout.subgroup.index]
@@ -112,9 +115,9 @@ class UpdateJob:
         return done
 
     def finish(self, after: Transfer) -> None:
-        """Make the remaining sub-groups with a gradient ready, and skip the others. A delayed update skips none.
-        Complete the `UnitUpdate` of units without a sub-group in the job. `after`: completes when compute's work so far
-        is done."""
+        """Make the remaining sub-groups ready, but skip those without a gradient. A delayed update skips none. Complete
+        the `UnitUpdate` of units without a sub-group in the job. `after`: completes when all compute launched so far is
+        done."""
         for unit, unit_update in self.unit_updates.items():
             if unit not in self._layouts_of:
                 unit_update.complete()
@@ -158,9 +161,9 @@ class UpdateJob:
     # -- the thread that updates: ready sub-groups ---------------------------------------------------------------------
 
     def choose(self) -> StateLayout | None:
-        """Return the sub-group to update next. Among the ready sub-groups whose gradients have all arrived, this is the
-        one that the next forward needs first. If there are none of these, it is the one that became ready first. Return
-        None if no sub-group is ready."""
+        """Return the sub-group to update next; None if no sub-group is ready. If any ready sub-groups have all their
+        gradients, choose the one that the next forward needs first. Otherwise choose the one that became ready
+        first."""
         with self._changed:
             for index in self._ascending:
                 if self.has_arrived(self._ready[index]):
@@ -172,7 +175,8 @@ class UpdateJob:
         return all(map(self.gradients.has_arrived, layout.subgroup.units))
 
     def take(self, subgroups: Collection[int]) -> list[StateLayout]:
-        """Remove and return the ready ones of `subgroups` (indices), in the order of `subgroups`."""
+        """Remove from the ready sub-groups all that are in `subgroups` (indices). Return them in the order of
+        `subgroups`."""
         with self._changed:
             if not self._ready:
                 return []
@@ -258,8 +262,8 @@ class UpdatePipeline:
         self._prefetcher = Prefetcher(self.io, self._open_nowait)
         self._stages = view.staging is not None
         self.failures = FailureLatch()
-        """Remembers the error of the first failed update. Every later step raises, because an update rewrites state in
-        place."""
+        """Remembers the error of the first failed update. Every later step then raises, because the state may be partly
+        changed."""
         self._held: Mapping[int, Transfer] = {}
         """Index of a sub-group -> a transfer that completes when the save has read the state of this sub-group."""
         self._reading: Transfer = COMPLETED
@@ -275,8 +279,8 @@ class UpdatePipeline:
         return any(map(self.io.reads, self.view.layouts))
 
     def freeze_groups(self) -> list[dict[str, Any]]:
-        """Return copies of the param groups for one update, because schedulers may change the groups while it runs.
-        Then make, in the groups themselves, the changes that the rule makes in each step, such as new step counts."""
+        """Return copies of the param groups for one update, because schedulers may change the groups while the update
+        runs. Then apply the rule's changes for one step, such as new step counts, to the groups."""
         frozen = list(map(copied_group, self.view.groups))
         self._rule.advance_groups(self.view.groups, frozen)
         return frozen
@@ -293,9 +297,9 @@ class UpdatePipeline:
         self._prefetcher.cancel()
 
     def hold(self, until: Mapping[int, Transfer], reading: Transfer = COMPLETED) -> None:
-        """Set what updates wait for while a save reads state in place. `until`: index of a sub-group -> the transfer
-        after which it may be updated. `reading`: completes when the save has read everything; never fails. Called on
-        the thread that updates."""
+        """Set the transfers that updates wait for while a save reads state in place. `until`: index of a sub-group ->
+        the transfer after which it may be updated. `reading`: completes when the save has read everything; never fails.
+        Called on the thread that updates."""
         self._held, self._reading = until, reading
 
     def wait_held(self) -> None:
@@ -307,8 +311,8 @@ class UpdatePipeline:
 
     def step(self, job: UpdateJob) -> None:
         """Update every sub-group of the job that has a gradient, and return when everything is written. Raises
-        TransferError or CorruptionError if a sub-group cannot be read intact: that sub-group is unchanged, but earlier
-        ones are updated. After any error every `UnitUpdate` that is not complete fails, and later jobs raise the
+        TransferError or CorruptionError if a sub-group cannot be read intact. That sub-group is unchanged, but earlier
+        sub-groups are updated. After any error, every `UnitUpdate` that is not complete fails, and later jobs raise the
         error."""
         reads_ahead = self._stages and not job.on_device
         try:
@@ -332,7 +336,8 @@ class UpdatePipeline:
             job.end()
 
     def _begin(self, job: UpdateJob) -> None:
-        """Begin to read ready sub-groups: first those that were prefetched, then others while buffers are free."""
+        """Open ready sub-groups: first take those that were read ahead, then start to read others while buffers are
+        free."""
         job.count_skipped()
         if self._reads:
             for prefetched in map(self._prefetcher.take, job.take(self._prefetcher.subgroups)):
@@ -371,7 +376,7 @@ class UpdatePipeline:
 
     def _retire(self, job: UpdateJob) -> None:
         """Release the buffers of written sub-groups, oldest first, and read ahead into free buffers. Wait for a write
-        only at the end of the step, or if a ready sub-group needs its buffer."""
+        only at the end of the step, or if a ready sub-group needs a buffer."""
         ended = not job.opened and job.has_ended()
         if ended:  # count the sub-groups skipped last: forward waits for them
             job.count_skipped()
@@ -482,8 +487,8 @@ class UpdatePipeline:
         self.view.scalars.replace(layout, scalars)
 
     def _spans(self, segment: Segment, gradients: GradientSource, scalars: PieceScalars) -> list[list[ParamPiece]]:
-        """Group the segment's pieces (parts of parameters) with gradients into one list for each `Run`: neighbours in
-        one param group that share one object of scalars, or a single piece if the rule is not elementwise."""
+        """Group the segment's pieces with gradients into lists, one for each `Run`. Neighbours share a list if they are
+        in one param group and share one object of scalars. If the rule is not elementwise, each list has one piece."""
         spans: list[list[ParamPiece]] = []
         last: ParamPiece | None = None
         for piece in segment.pieces:
@@ -508,7 +513,7 @@ class UpdatePipeline:
 
 class Prefetcher:
     """Reads sub-groups ahead into free staging buffers, in the order of the last step. It leaves one buffer free. Used
-    by one thread at a time: the one that updates, and between steps the driver.
+    by one thread at a time: by the thread that updates, and between steps by the driver thread.
 
     [Note: Reading ahead] While an update waits for gradients, the disk reads the state that the update will need. Once
     a step has begun all of its sub-groups, the first ones of the next step are read: during the last writes, the
@@ -521,9 +526,9 @@ class Prefetcher:
         self._works: dict[int, SubGroupWork] = {}
         """Index of a sub-group that was read ahead -> its `SubGroupWork`, in the order of the reads."""
         self._expected: dict[int, StateLayout] = {}
-        """The sub-groups to read ahead next, by index, in order."""
+        """Index of a sub-group to read ahead -> its layout, in the order of the reads."""
         self._order: dict[int, StateLayout] = {}
-        """The sub-groups that the last step read, in the order in which it began them."""
+        """The sub-groups that the last step read, in the order in which the step began the sub-groups."""
         self._ended: dict[int, StateLayout] = {}
         """The sub-groups that this step has read and written, in order."""
         self._all_begun = False
@@ -536,7 +541,7 @@ class Prefetcher:
 
     def read(self) -> None:
         """Start to read the next expected sub-groups, as long as more than one buffer is free. If a read cannot start,
-        stop: the step reads the sub-group again and raises the error."""
+        stop without an error: the step will read the sub-group again and raise the error."""
         with suppress(TieredZeroError):
             while self._io.num_free > 1 and (layout := self._next()) is not None:
                 if (work := self._open_nowait(layout, self._param_kind)) is None:
@@ -576,7 +581,8 @@ class Prefetcher:
         self._ended, self._all_begun = {}, False
 
     def take(self, layout: StateLayout) -> SubGroupWork:
-        """Remove and return the `SubGroupWork` of a sub-group that was read ahead: the step begins to update it."""
+        """Remove and return the `SubGroupWork` of a sub-group that was read ahead. Called when the step begins to
+        update it."""
         return self._works.pop(layout.subgroup.index)
 
     def note_begun(self, work: SubGroupWork) -> None:
@@ -593,7 +599,7 @@ class Prefetcher:
 
     def expect_next_step(self) -> None:
         """Expect the sub-groups of the next step, in the order of this step. Called when this step has begun all of its
-        own."""
+        sub-groups."""
         if not self._all_begun:
             self._all_begun = True
             self.cancel()

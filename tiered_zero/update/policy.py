@@ -7,23 +7,22 @@ forward needs the units. A forward that uses a unit waits only for that unit's u
 is better: the gradients of forward's first unit complete last, and its new weights are needed first.
 Without clipping and overflow check a unit's update begins in backward, once its gradients are complete. A second
 backward, or reading weights or gradients before step(), would then see old and new values, and is refused
-(`tiered_zero.optimizer_in_backward: false` allows both). A backward in which updates begin first waits until the last
-update is computed, not until it is written.
+(`tiered_zero.optimizer_in_backward: false` allows both). Before such a backward begins, the step before it must have
+computed its updates; their writes may still run.
 `delayed`: ZeRO-Offload's one-step delayed parameter update (Ren et al. 2021, section 5.2). After `delay_start_step`
 exact steps the update of step i runs during forward and backward of step i+1, which compute with the parameters from
 before it: theta(i+1) = update(theta(i), gradient at theta(i-1)). New 16-bit parameters go to back slots, and gradients
 are double-buffered. The next step() makes the new values visible.
 
-[Note: Update of shards]
-If ranks hold shards of the state but whole parameters, `barrier` runs on every rank. The update lane steps this rank's
-shards. The driver starts to gather each unit once its shard is written, in static order, which is the same on every
-rank. Weights are whole when step() returns.
-The other policies would gather in the next forward, or when weights are first read: but a rank may do either alone.
+[Note: Update of shards] If ranks hold shards of the state but whole parameters, `barrier` runs on every rank. The
+update lane steps this rank's shards. The driver starts to gather each unit once its shard is written, in static order,
+which is the same on every rank. Weights are whole when step() returns. The other policies would gather in the next
+forward, or when weights are first read. But one rank may do this while the others do not.
 
-[Note: State on several tiers]
-Sub-groups with state on the device are updated inside step(), by the driver, on the stream of compute. (A later update
-gains nothing: compute would wait for itself.) The other sub-groups are updated as above, but not in backward. `delayed`
-is refused with state on the device; if all state is on the device, `barrier` is used."""
+[Note: State on several tiers] Sub-groups with state on the device are updated inside step(), by the driver thread, on
+the compute stream. (A later update would not be faster, because it uses the same stream.) The other sub-groups are
+updated as above, but not in backward. `delayed` is refused with state on the device; if all state is on the device,
+`barrier` is used."""
 
 from __future__ import annotations
 
@@ -63,7 +62,8 @@ class ZeroGradients(GradientSource):
 
 
 class UpdatePolicy(ABC):
-    """Decides when updates run, and runs them. The driver thread calls it between backward and forward."""
+    """Decides when updates run, and runs them. Used on the driver thread, or on autograd's threads while the driver
+    waits in backward."""
 
     def __init__(self, pipeline: UpdatePipeline, pager: Pager | None) -> None:
         """`pager`: blocks compute from using old weights during an update; None without an engine."""
@@ -76,13 +76,14 @@ class UpdatePolicy(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Prepare a step: finish the updates under way, and block compute from using the weights that this step will
-        change. If this raises, no weight has changed, except by updates that began in backward."""
+        """Prepare a step. Finish earlier updates, unless the step's own update began in backward. Block compute from
+        using weights that `apply` will change in place. If this raises, no weight has changed, except by updates that
+        began in backward."""
 
     @abstractmethod
     def apply(self, gradients: StepGradients, grad_scale: float) -> None:
-        """Run the update of the prepared step, or start it and make each read of weights wait for it. If this raises,
-        the caller calls `latch`, because the update may be partly done."""
+        """Run the update of the prepared step, or start it on the update lane. If this raises, the caller calls
+        `latch`, because the update may be partly done."""
 
     @abstractmethod
     def _finish(self) -> None:
@@ -91,9 +92,9 @@ class UpdatePolicy(ABC):
     # -- ways to end an update -----------------------------------------------------------------------------------------
 
     def finish(self, *, before_write: bool = False) -> None:
-        """Wait until every update so far is complete and visible to compute. Raises the error of an update that fails
-        now, and EngineFailedError if one has failed before. `before_write`: whether the caller will change state or
-        parameters; if so, also drop the state that was read ahead, and wait for a running save."""
+        """Wait until every update so far is complete and visible to compute. Raises a failed update's error, or
+        EngineFailedError if it was raised before. `before_write`: whether the caller will change state or parameters.
+        If so, also drop the state that was read ahead, and wait for the reads of a running save."""
         self._finish()
         if before_write:
             self._cancel_prefetch()
@@ -130,12 +131,13 @@ class UpdatePolicy(ABC):
         self._end_update()
 
     def begin_backward(self) -> None:
-        """Prepare for a backward that is probably the last one before a `step()` that updates: start to read state
-        ahead. If updates begin in backward, start the job to which `unit_ready` adds units."""
+        """Start to read state ahead. If updates begin in backward, also start the job to which `unit_ready` adds units.
+        Called before the backward that probably is the last before an update."""
         self._prefetch()
 
     def unit_ready(self, unit: Unit) -> None:
-        """Begin the unit's update, if updates begin in backward. Called when the unit's gradients are complete."""
+        """Add the unit to the job of `begin_backward`, if updates begin in backward. Called when the unit's gradients
+        are complete."""
         return
 
     @property
@@ -148,9 +150,10 @@ class UpdatePolicy(ABC):
         return  # with an exact policy each use of a unit waits for its update
 
     def at_cut(self, job: Callable[[], None]) -> Transfer:
-        """Run `job` between two updates: on the update lane behind the update under way, or in this call if updates run
-        inside step(). Return a transfer that completes when the job ends, and carries its error. Raises ModelError if
-        an update that began in backward still waits for its step(), and EngineFailedError after a failure."""
+        """Run `job` between two updates: on the update lane after the update under way, or in this call if updates run
+        inside step(). Return a transfer that completes when the job ends, and fails if the job raises. Raises
+        ModelError if an update that began in backward still waits for its step(), and EngineFailedError after a
+        failure."""
         self.check_untouched("State is to be saved")
         self.check()
         cut = Completion()
@@ -158,12 +161,12 @@ class UpdatePolicy(ABC):
         return cut
 
     def run_behind(self, act: Callable[[], None], after: Sequence[Transfer] = ()) -> None:
-        """Run `act` after the update under way and the transfers in `after`, on the update lane. If updates run inside
-        step(), run it in this call."""
+        """Run `act` on the update lane, after the update under way and the transfers in `after`. If updates run inside
+        step(), run `act` in this call."""
         act()
 
     def _cancel_prefetch(self) -> None:
-        """Drop the state that was read ahead, unless an update is under way, which uses this state."""
+        """Drop the state that was read ahead, unless an update is under way, because the update uses it."""
         if self._is_idle():
             self._pipeline.cancel_prefetch()
 
@@ -219,7 +222,7 @@ def _refusal(error: BaseException) -> str:
 
 
 class BarrierPolicy(UpdatePolicy):
-    """Runs each update inside step(): `barrier`."""
+    """The policy `barrier`: runs each update inside step()."""
 
     def prepare(self) -> None:
         if self._pager is not None:
@@ -258,7 +261,7 @@ class BarrierPolicy(UpdatePolicy):
 
 
 class GatheringPolicy(BarrierPolicy):
-    """Updates this rank's shards inside step(), and gathers each unit. See [Note: Update of shards]."""
+    """Updates this rank's shards inside step(), and gathers each unit from all ranks. See [Note: Update of shards]."""
 
     def __init__(self, pipeline: UpdatePipeline, pager: Pager, gather: WholeWeights) -> None:
         super().__init__(pipeline, pager)
@@ -275,8 +278,8 @@ class GatheringPolicy(BarrierPolicy):
 
 
 class OverlappedPolicy(UpdatePolicy):
-    """Runs updates on the update lane while compute goes on: `overlapped`. Each use of a unit waits for the unit's last
-    update, which the inventory keeps."""
+    """The policy `overlapped`: runs updates on the update lane while compute goes on. Each use of a unit waits for the
+    unit's last update."""
 
     def __init__(
         self,
@@ -286,8 +289,8 @@ class OverlappedPolicy(UpdatePolicy):
         keep: Callable[[Unit], None] = lambda unit: None,
     ) -> None:
         """`freeze(unit, into)`: moves a unit's gradients from the gradient store to `into`, for an update that begins
-        in backward; None if a gradient check comes first. `keep(unit)`: called once every sub-group of the unit is
-        ready; its gradients then stay in host memory until the update has read them."""
+        in backward; None if no update begins in backward. `keep(unit)`: keeps a unit's gradients in host memory until
+        the update has read them. Called when every sub-group of the unit is ready."""
         super().__init__(pipeline, pager)
         self._inventory = self.view.inventory
         segments = [segment for layout in self.view.layouts for segment in layout.subgroup.segments]
@@ -301,7 +304,7 @@ class OverlappedPolicy(UpdatePolicy):
         """The gradients of `_open`."""
         self._started: UpdateJob | None = None
         self._running: list[Transfer] = []
-        """The jobs on the update lane, in order: at most one that still writes, and one after it."""
+        """The transfers of jobs on the update lane, in order. Each completes when its job ends."""
 
     def begin_backward(self) -> None:
         if self._freeze is None:
@@ -406,7 +409,7 @@ class OverlappedPolicy(UpdatePolicy):
         return all(event.done() for event in self._running)
 
     def _join(self) -> None:
-        """Wait for all jobs on the update lane, and raise the first error among them, once."""
+        """Wait for all jobs on the update lane, and raise the first error. Later calls do not raise it again."""
         if not self._running:
             return
         errors: list[Exception] = []
@@ -446,19 +449,19 @@ class OverlappedPolicy(UpdatePolicy):
 
 
 class DelayedPolicy(OverlappedPolicy):
-    """Runs updates one step late: `delayed`. Updates write to the back slots, a second set of slots for parameters. The
-    first `start_step` steps are exact, as those of `overlapped`."""
+    """The policy `delayed`: runs updates one step late. Updates write to the back slots, a second set of slots for
+    parameters. The first `start_step` steps run as in `overlapped`."""
 
     def __init__(self, pipeline: UpdatePipeline, pager: Pager, start_step: int) -> None:
         super().__init__(pipeline, pager)
         self._start_step = start_step
         self._is_unpublished = False
-        """Whether an update to the back slots has begun whose new values are not visible yet."""
+        """Whether an update to the back slots has begun, and its new values are not visible yet."""
         self._is_publishing = False
         """Whether `check` must make the new values visible, because their update is complete."""
 
     def begin_backward(self) -> None:
-        """Do nothing: an update runs during this backward, and reads ahead itself."""
+        """Do nothing, because a delayed update runs during this backward and reads ahead itself."""
 
     def at_cut(self, job: Callable[[], None]) -> Transfer:
         """Make the delayed update visible, so that a save holds the state of one step. Then run `job` between two

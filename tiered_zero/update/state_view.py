@@ -1,8 +1,8 @@
 """Read and write a rank's optimizer state between updates: masters and arrays in the slots of sub-groups, scalars in
 memory.
 
-A sub-group is what the optimizer steps at once; the code refers to it by its `StateLayout`. A segment is the part of a
-unit in a sub-group, and a piece the part of a parameter."""
+A sub-group is what the optimizer steps at once; the code refers to it by its `StateLayout`. A segment is a unit's part
+in one sub-group. A piece is a parameter's part in one sub-group."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Scalars:
         self._of = dict(of_subgroups or {})
 
     def has_state(self, layout: StateLayout) -> bool:
-        """Return whether the sub-group's slot holds state in addition to masters, as it does after the first update."""
+        """Return whether the sub-group's slot holds state in addition to masters. True after the first update."""
         return layout.subgroup.index in self._of
 
     @property
@@ -123,8 +123,8 @@ class ParamShards:
         return _run(self.readers, call, act)
 
     def change(self, call: str, act: Callable[[], Result]) -> Result:
-        """Run `act` on this rank, as all ranks do, and return its result. If `act` raises on one rank, all raise.
-        `call`: what the ranks do, for error messages."""
+        """Run `act` on this rank, and return its result. All ranks call this together. If `act` raises on one, all
+        raise. `call`: what the ranks do, for error messages."""
         return _run(self.ranks, call, act)
 
     def spec(self, name: str) -> ParamSpec:
@@ -163,8 +163,7 @@ class StateView:
     value is always its master, rounded to the parameter's dtype. Used on the driver thread between steps, and within a
     step on the thread that updates. Access to a slot blocks.
 
-    State in torch's format leaves out the fp32 masters. Only an optimizer without an engine has them, under the key
-    MASTER."""
+    State in torch's format has the fp32 masters, under the key MASTER, only if the optimizer has no engine."""
 
     def __init__(
         self,
@@ -176,7 +175,7 @@ class StateView:
         params: Mapping[str, nn.Parameter],
         shards: ParamShards,
     ) -> None:
-        """`staging`: for slots on NVMe. `groups`: the live param groups. `params`: parameters by name."""
+        """`staging`: the buffers for slots on NVMe. `groups`: the live param groups. `params`: parameters by name."""
         self.layouts = layouts
         self.rule = rule
         self.inventory = inventory
@@ -186,7 +185,7 @@ class StateView:
         self._params = params
         self.scalars = Scalars(layouts)
         self._segments_of: dict[int, list[tuple[StateLayout, Segment]]] = {}
-        """Unit index -> the parts of the unit that sub-groups hold, in order."""
+        """Unit index -> each of the unit's segments with its sub-group, in order."""
         for layout in layouts:
             for segment in layout.subgroup.segments:
                 self._segments_of.setdefault(segment.unit.index, []).append((layout, segment))
@@ -195,11 +194,11 @@ class StateView:
 
     @property
     def need_params(self) -> bool:
-        """Whether a slot stores only those bits of each master that are not in its 16-bit parameter."""
+        """Whether slots store only the remainders of masters: the bits that are not in the 16-bit parameters."""
         return any(layout.masters.needs_params for layout in self.layouts)
 
     def cuts(self, unit: Unit) -> list[int]:
-        """Return the first element, in the unit's flat, of each of the unit's segments."""
+        """Return, for each of the unit's segments, the index of its first element in the unit's flat."""
         return [segment.unit_start for _, segment in self._segments(unit)]
 
     def store_masters(self, unit: Unit, flat: torch.Tensor) -> None:
@@ -227,7 +226,7 @@ class StateView:
                 self._write(layout, segment, parts)
 
     def read_masters(self, unit: Unit, params: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the unit's masters, [P] fp32 on the CPU; 0 for elements in no sub-group of this rank. `params`: the
+        """Return the unit's masters, [P] fp32 on the CPU. Elements in no sub-group of this rank are 0. `params`: the
         unit's parameters, [P]; needed if slots store only the remainders of masters (`need_params`)."""
         flat = torch.zeros(unit.numel)
         for layout, segment in self._segments(unit):
@@ -264,7 +263,8 @@ class StateView:
         pieces: Sequence[ParamPiece],
         groups: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Set the state of `pieces` to its initial values. `raw`: the slot's bytes; the state in it is zero."""
+        """Set the state of `pieces` to its initial values. `raw`: the slot's bytes; their state must be zero before the
+        call."""
         views = layout.views(raw)
         for piece in pieces:
             self.rule.init_state(layout.state(raw, piece, views=views), groups[piece.group])
@@ -338,7 +338,7 @@ class StateView:
         return list(found)
 
     def _stepped(self, layout: StateLayout, only: nn.Parameter | None = None) -> list[ParamPiece]:
-        """Return the sub-group's pieces that have state; with `only`, just those of this parameter."""
+        """Return the sub-group's pieces that have state. `only`: leave out pieces of other parameters."""
         stepped = self.scalars.stepped(layout)
         return stepped if only is None else [piece for piece in stepped if self._params[piece.param.name] is only]
 
@@ -352,7 +352,7 @@ class StateView:
         return any(is_own)
 
     def read(self, only: nn.Parameter | None = None) -> dict[nn.Parameter, ParamState]:
-        """Return copies of the state of `only`, or of all parameters that have state, on the CPU in torch's format.
+        """Return copies of the state of `only` (None: of all parameters that have state), on the CPU in torch's format.
         Arrays stored in fewer bits become fp32. If state is sharded, every rank calls this. Raises BudgetError if the
         copies do not fit into free host memory."""
         if self.shards.is_sharded:
@@ -409,8 +409,9 @@ class StateView:
         return found
 
     def _joined(self, param: ParamSpec, own: torch.Tensor | None, form: Sequence[Any], rank: int) -> Any:
-        """Return one value of a parameter's state, joined from all ranks. `own`: this rank's part of an array, if it
-        has one. `form`: the value's description, made by `_described` on rank number `rank`."""
+        """Return one value of a parameter's state, joined from all ranks. `own`: the value on this rank, or None. If it
+        is an array, only this rank's elements are set. `form`: the value's description, made by `_described` on rank
+        number `rank`."""
         kind, value, *rest = form
         if kind != "array":
             return value if kind == "value" else torch.tensor(value, dtype=getattr(torch, kind))
@@ -428,7 +429,7 @@ class StateView:
         return array
 
     def _needed_nbytes(self, only: nn.Parameter | None) -> int:
-        """Return the bytes that copies of this rank's state take."""
+        """Return how many bytes copies of this rank's state take."""
         return sum(
             self._exported_nbytes(layout, piece) for layout in self.layouts for piece in self._stepped(layout, only)
         )

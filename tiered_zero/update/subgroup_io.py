@@ -1,9 +1,8 @@
 """Read the state, parameters and gradients of sub-groups into memory for their update, and write the results to their
 homes.
 
-A sub-group is what the optimizer steps at once; the code refers to it by its `StateLayout`. A segment is the part of a
-unit in a sub-group. Bytes are "staged" if they pass through a staging buffer, because they cannot be updated in
-place."""
+A sub-group is what the optimizer steps at once; the code refers to it by its `StateLayout`. A segment is a unit's part
+in one sub-group. Bytes are "staged" if they pass through a staging buffer, because they cannot be updated in place."""
 
 from __future__ import annotations
 
@@ -35,8 +34,8 @@ class ParameterSink(Protocol):
         through a staging buffer. `on_device`: whether the update runs on the device."""
 
     def read(self, segment: Segment, kind: str, window: torch.Tensor | None) -> Transfer | None:
-        """Copy the segment's present parameters to `window`; if it is None, to the slot of `kind`. Return the transfer;
-        None if the copy is complete, or if the parameters are there already."""
+        """Copy the segment's present parameters to `window`, or to the slot of `kind` if `window` is None. Return the
+        transfer; None if the copy is complete, or if no copy is needed."""
 
     def write(
         self, segment: Segment, kind: str, window: torch.Tensor, after: Transfer, unit_update: UnitUpdate | None
@@ -44,13 +43,13 @@ class ParameterSink(Protocol):
         """Start to write new values from `window` to their home, after the transfer `after`. Return (transfer, offset).
 
         `unit_update`: the update of the segment's unit; None if no fetch waits for it. `offset`: the segment's first
-        byte in the unit, if fetches may copy from `window` until it is written; else None."""
+        byte in the unit; None if fetches may not copy from `window` during the write."""
 
 
 @dataclass(eq=False, repr=False)
 class UnitParameters:
-    """The ParameterSink of an engine. Resident units (which live on the device) have no home: parameters are written to
-    the flat that `_device_flat` returns."""
+    """The ParameterSink of an engine. Resident units (which live on the device) have no "param" home. Their parameters
+    are in the flat that `_device_flat` returns."""
 
     _inventory: Inventory
     _runtime: Runtime
@@ -100,11 +99,11 @@ class SubGroupWork:
 
     `raw`: the state, [n] uint8, in place or in the staging buffer. `lease`: the staging buffer; None if nothing is
     staged. `is_staged`: whether the state is staged. `on_device`: whether the update runs on the device. `pending`:
-    (update of a unit, first byte in the unit) of each part that fetches may copy from until it is written.
+    (update of a unit, first byte in the unit) for each staged part that fetches may copy before it is written.
 
-    For each segment: `windows`: the staged parameters; None in place. `grad_windows`: memory for gradients on NVMe;
-    None for others. `outs`: the memory to which the rule writes parameters, [numel]. Windows are parts of the staging
-    buffer, [nbytes] uint8."""
+    Lists with an entry for each segment: `windows`: the memory of staged parameters; None if they are not staged.
+    `grad_windows`: the memory for gradients read from NVMe; None for other gradients. `outs`: the memory to which the
+    rule writes parameters, [numel]. Windows are parts of the staging buffer, [nbytes] uint8."""
 
     layout: StateLayout
     param_kind: str
@@ -213,8 +212,8 @@ class SubGroupIO:
 
     def bind_outputs(self, work: SubGroupWork) -> None:
         """Set `work.outs`, the memory for new parameters. Called right before the update, because a delayed update
-        swaps the homes of parameters. If masters take over parameters that user code has changed, also read the present
-        parameters to the windows."""
+        swaps the homes of parameters. If masters must follow parameters that user code has changed, also read the
+        present parameters to the windows."""
         work.outs = []
         for segment, window in zip(work.layout.subgroup.segments, work.windows, strict=True):
             if window is None:
@@ -231,8 +230,8 @@ class SubGroupIO:
             work.outs.append(out)
 
     def read_gradients(self, work: SubGroupWork, gradients: GradientSource) -> None:
-        """Start to read the sub-group's gradients on NVMe, unless an earlier call has started it. Backward must have
-        completed all of them."""
+        """Start to read the sub-group's gradients from NVMe, unless an earlier call has done so. All must be
+        complete."""
         if work.reads_gradients:
             return
         work.reads_gradients = True
@@ -250,9 +249,9 @@ class SubGroupIO:
         *,
         masters_alone: bool = False,
     ) -> None:
-        """Start to write state and parameters. `unit_updates`: unit -> the update that lends its staged parameters to
-        fetches. `after`: parameters on the device are written after this transfer. `masters_alone`: whether the slot
-        has only masters."""
+        """Start to write state and parameters. `unit_updates`: unit -> its `UnitUpdate`, through which fetches copy
+        staged parameters that are not written yet. `after`: parameters on the device are written after this transfer.
+        `masters_alone`: whether the slot holds masters and no other state."""
         home, on_device = work.home, work.on_device
         if work.is_staged:
             nbytes = work.layout.master_nbytes if masters_alone else work.layout.nbytes
