@@ -1,13 +1,13 @@
-"""Save what a run holds in directories that do not depend on where the run kept its bytes, and load it again.
+"""Save a run's weights, optimizer state and driver state in directories, and load them into a run of any placement.
 
 Promise. A tag (one saved checkpoint) is whole or absent: one rename of its manifest publishes it, after its files and
-the manifest are durable. A read returns what was written, or raises an error that names file and offset. A file from
-another person cannot run code.
+the manifest are durable. A read returns what was written, or raises an error that names file and offset. Loading a file
+from another person cannot run code.
 
-Owner. One process at a time writes in a save directory (flock). Tensors are keyed by parameter name and original shape,
-so any placement can read what another one has written.
+Owner. One process at a time writes in a save directory (flock). Tensors are saved under their names, so a run with
+another placement can read them.
 
-Never. No file is a pickle. Masters and state are never whole in memory: they move through fixed buffers.
+Never. No file is a pickle. Masters and state are never copied whole in memory: they pass through fixed buffers.
 
     checkpoints.py   order the steps of a save and of a load, as the engine calls them; let the ranks agree
     save.py          capture, write and publish one rank's part of a tag

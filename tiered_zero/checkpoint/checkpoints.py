@@ -1,4 +1,4 @@
-"""Save and load one run: the steps behind the engine's `save_checkpoint` and `load_checkpoint`.
+"""Save and load one run, for the engine's `save_checkpoint` and `load_checkpoint`.
 
 A save runs on the driver thread (the one that calls the engine), between two updates:
 
@@ -7,8 +7,8 @@ A save runs on the driver thread (the one that calls the engine), between two up
     write, publish    every rank writes its share, and rank 0 publishes all shares as one tag; a save in place commits
                       the swap files instead (`Commits.save`)
 
-With checkpoint.async, on one rank, write and publish go on during training (`AsyncSave`). Such a save is durable once a
-later save, load, flush or close has returned; the first of these raises its error."""
+With checkpoint.async and one rank, this last step runs during training (`AsyncSave`). Such a save is durable when a
+later save, load, flush or close has returned; the first of these calls raises the error of a failed save."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class Checkpoints:
         config: Config,
         commits: Commits | None = None,
     ) -> None:
-        """`policy`: runs the updates; saves and loads wait for them first. `driver`: saves everything but weights and
-        optimizer state. `written_by`: the fields of `WrittenBy` except the time. `commits`: commits the swap files in
-        place; None: each save writes new files."""
+        """`policy`: runs the updates. Loads wait for them, and so do saves that are not asynchronous. `driver`: saves
+        everything but weights and optimizer state. `written_by`: the fields of `WrittenBy` except the time. `commits`:
+        commits the swap files in place; None: each save writes new files."""
         settings = config.tiered_zero.checkpoint
         self._state = state
         self._policy = policy
@@ -72,7 +72,7 @@ class Checkpoints:
         self._commits = commits
         self.async_save = AsyncSave()
         self.resumed: tuple[Path, dict[str, Any]] | None = None
-        """The checkpoint from which the run resumed, and its client_state."""
+        """Path and client_state of the checkpoint from which the run resumed."""
 
     # -- save ----------------------------------------------------------------------------------------------------------
 
@@ -126,7 +126,7 @@ class Checkpoints:
 
     def _write(self, tag: TagWriter, capture: Capture, ready: Transfer) -> None:
         """Write this rank's share of the tag. Then, on rank 0, publish the shares of all ranks. `ready`: completes when
-        the device has computed all that is saved."""
+        the device has computed the values to save."""
         is_first = self._ranks.rank == 0
 
         def write() -> Share:
@@ -154,9 +154,9 @@ class Checkpoints:
     def find(
         self, load_dir: str | os.PathLike[str], tag: str | None, begin: Callable[[], None]
     ) -> FoundCheckpoint | None:
-        """Wait for the running update and save, evict the units, and find the checkpoint to load. Without `tag`, take
-        the tag that the file `latest` names, or else the newest; return None if nothing is saved in `load_dir`.
-        `begin`: checks that a load is allowed now. Raises StoreError."""
+        """Wait for the running update and save, evict the units, and find the checkpoint to load. Without `tag`, find
+        the tag that the file `latest` names or, if it cannot be loaded, the newest that can; return None if nothing is
+        saved in `load_dir`. `begin`: checks that a load is allowed now. Raises StoreError."""
 
         def look() -> FoundCheckpoint | None:
             if tag is None and (why := nothing_to_load(load_dir)):
@@ -177,7 +177,7 @@ class Checkpoints:
         return find_together(self._ranks, load_dir, look, prepare)
 
     def resume(self, found: FoundCheckpoint, adoption: Adoption | None, place: Callable[[], None]) -> None:
-        """Load `found`, the checkpoint of the config's tiered_zero.checkpoint.resume. `adoption`, `place`: as for
+        """Load `found`, the checkpoint that tiered_zero.checkpoint.resume in the config names. `adoption`, `place`: see
         `load`."""
         self.resumed = found.path, self.load(found, EVERYTHING, adoption=adoption, place=place)
 
@@ -192,9 +192,9 @@ class Checkpoints:
     ) -> dict[str, Any]:
         """Load a checkpoint into the run and return its client_state. First every rank checks everything except the
         values of tensors and the learning rate scheduler's state; an error after that makes the engine unusable.
-        `strict`: refuse missing and unexpected names; False: log them. `adoption`: the in-place commit `found`, whose
-        swap files this run has taken over; None: copy the values. `place`: called after the checks, puts the model on
-        its tiers; None: the model is there already. Raises ModelError, ConfigError, StoreError, CorruptionError,
+        `strict`: refuse missing and unexpected names; False: log them. `adoption`: given if this run has taken over the
+        swap files of the in-place commit `found`; None: copy the values. `place`: puts the model on its tiers after the
+        checks; None: the model is there already. Raises ModelError, ConfigError, StoreError, CorruptionError,
         TransferError, and what the scheduler raises."""
         with ExitStack() as opened:
             checked: list[tuple[Callable[[], None], dict[str, Any]]] = []
@@ -223,7 +223,7 @@ class Checkpoints:
     def _overwrite(
         self, path: Path, load_tensors: Callable[[], None], driver: dict[str, Any], parts: LoadParts
     ) -> None:
-        """Overwrite the run's state, and latch the engine if that raises. `path`: the checkpoint, for errors.
+        """Overwrite the run's state. If that raises, latch the engine. `path`: the checkpoint's path, for errors.
         `load_tensors`: overwrites weights and optimizer state. `driver`: the result of `DriverState.check`."""
 
         def overwrite() -> None:
@@ -240,7 +240,7 @@ class Checkpoints:
             raise
 
     def _check(self, manifest: TagManifest, parts: LoadParts, strict: bool) -> tuple[Matched, dict[str, Any]]:
-        """Check that everything in a checkpoint except the values fits this run. Return the keys to load, and the state
+        """Check that a checkpoint fits this run, without reading its tensors. Return the keys to load, and the state
         for `DriverState.restore`."""
         with_state = parts.optimizer_states and not parts.module_only and self.driver.optimizer is not None
         matched = match(self._state, manifest, strict=strict, with_state=with_state, convert=self._convert)
@@ -282,9 +282,9 @@ class _Wanted:
 
 
 def _agree_on_save(ranks: Collectives, ask: Callable[[], _Wanted], tag_validation: str) -> list[_Wanted]:
-    """Exchange the requests of all ranks, and return them; rank 0's tag counts. `ask`: returns this rank's request.
-    `tag_validation`: what to do if tags differ (Warn, Fail, Ignore). Raises ModelError if steps or arguments differ, or
-    with Fail the tags."""
+    """Exchange the save requests of all ranks, and return them. The save uses rank 0's tag. `ask`: returns this rank's
+    request. `tag_validation`: what to do if tags differ (Warn, Fail, Ignore). Raises ModelError if steps or arguments
+    differ, or if tags differ and `tag_validation` is Fail."""
     wanted = agree(ranks, SAVE, ask, encode=vars, decode=lambda value: _Wanted(**value))
     first = wanted[0]
     for rank, own in enumerate(wanted):
@@ -305,7 +305,8 @@ def _agree_on_save(ranks: Collectives, ask: Callable[[], _Wanted], tag_validatio
 
 
 def _begin_tag(ranks: Collectives, save_dir: str | os.PathLike[str], wanted: Sequence[_Wanted]) -> TagWriter:
-    """Begin the tag on rank 0, then join it on the other ranks. Return this rank's writer. `wanted`: all requests."""
+    """Begin the tag on rank 0, then join it on the other ranks. Return this rank's writer. `wanted`: all ranks'
+    requests."""
     tag, rank = wanted[0].tag, ranks.rank
     sizes = [own.nbytes for own in wanted]
     begun: list[TagWriter] = []
@@ -336,9 +337,8 @@ def find_together(
     find: Callable[[], FoundCheckpoint | None],
     prepare: Callable[[], None] = lambda: None,
 ) -> FoundCheckpoint | None:
-    """Call `prepare` on every rank and `find` on rank 0. Return rank 0's result on every rank, with paths below rank
-    0's `directory` changed to the same paths below this rank's `directory`. If a call raises on one rank, every rank
-    raises."""
+    """Call `prepare` on every rank and `find` on rank 0. Return rank 0's result on every rank; a path in it below rank
+    0's `directory` becomes the same path below this rank's. If a call raises on one rank, every rank raises."""
 
     def act() -> FoundCheckpoint | None:
         prepare()
@@ -366,7 +366,7 @@ def _below(path: Path, base: Path) -> str:
 
 
 def _check_together(ranks: Collectives, check: Callable[[], TagManifest]) -> None:
-    """Call `check` on every rank. Raises what it raises, and StoreError if ranks have read different checkpoints."""
+    """Call `check` on every rank. Raises the error of any rank, and StoreError if ranks read different checkpoints."""
 
     def facts(manifest: TagManifest) -> Any:
         return [manifest.tag, manifest.step, manifest.written_by.created_s]

@@ -30,7 +30,7 @@ class DcpReader(StorageReader):
     uses it; the end of a `with` block closes it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """`path`: a tag, a directory of tags, or a run's swap directory. Raises StoreError."""
+        """Open the checkpoint at `path`: a tag, a directory of tags, or a run's swap directory. Raises StoreError."""
         self.reader: TensorReader = open_reader(find_checkpoint(path))
 
     def __enter__(self) -> DcpReader:

@@ -37,7 +37,7 @@ OWN_PARTS: Final = ("random_states", "loader")
 """The parts of the driver state that differ between ranks."""
 
 _SCHEDULED = ("params", "lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
-"""The options of a param group from which torch's schedulers compute the next learning rate."""
+"""Names of the param group options that torch's schedulers use; "params" is the number of parameters."""
 
 _CODE = (FunctionType, MethodType, BuiltinFunctionType)
 
@@ -85,7 +85,7 @@ class _SavedRank(StrictModel):
 
 
 class _SavedState(_SavedRank):
-    """The fields of a saved driver state. `ranks`: the `own_state` of each rank, if several ranks have saved."""
+    """The fields of a saved driver state. `ranks`: the `own_state` of each rank; None if only one rank saved."""
 
     counts: _SavedCounts
     overflow: _SavedOverflow
@@ -123,7 +123,7 @@ def read_client_state(saved: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadParts:
-    """The parts that a load restores. These are the arguments of DeepSpeed's `load_checkpoint`, with its defaults
+    """The parts that a load restores. The fields are arguments of DeepSpeed's `load_checkpoint`, with its defaults
     (DeepSpeed 0.19.8, runtime/engine.py, _load_checkpoint). `module_only`: restore only weights and the modules' extra
     state. `optimizer_states`: False keeps this run's optimizer state, learning rates and loss scale.
     `lr_scheduler_states`: False keeps this run's learning rate schedule."""
@@ -152,7 +152,8 @@ class DriverState:
 
     def capture(self, client_state: Mapping[str, Any] | None) -> State:
         """Return a copy of the driver state, encoded by `to_json`. `client_state`: the user's values. Raises ModelError
-        for a scheduler without state_dict(), and for a value that cannot be saved (the text names it)."""
+        for a scheduler without state_dict() or load_state_dict(), and for a value that cannot be saved (the error names
+        it)."""
         if client_state is not None and not isinstance(client_state, Mapping):
             raise ModelError(f"client_state was expected as a dict; found {type(client_state).__name__}.")
         overflow_counts, scaler = self.overflow.state()
@@ -212,8 +213,8 @@ class DriverState:
             optimizer.load_group_options(state["options"])
 
     def restore(self, state: State, parts: LoadParts = EVERYTHING) -> dict[str, Any]:
-        """Restore the rest of the driver state, and return the client_state. `state`: the result of `check`. Call this
-        while no update runs."""
+        """Restore the other driver state (see `restore_optimizer`), and return the client_state. `state`: the result of
+        `check`. Call this while no update runs."""
         if self.module is not None:
             _restore_extra_states(self.module, state["modules"])
         if parts.module_only:
@@ -251,7 +252,7 @@ class DriverState:
 
 
 def _extra_states(model: nn.Module) -> dict[str, Any]:
-    """Return the extra state of each module that has one, by the module's path."""
+    """Return module path -> extra state, for each module that has extra state."""
     return {
         path: module.get_extra_state()
         for path, module in model.named_modules()
@@ -295,7 +296,7 @@ def join_states(first: State, own: Sequence[Mapping[str, Any]]) -> State:
 
 
 def _select_rank(state: State, ranks: Collectives) -> int:
-    """Set the parts of `state` that differ between ranks to this rank's. Return how many ranks have saved."""
+    """Replace the parts of `state` that differ between ranks by this rank's. Return the number of ranks that saved."""
     of_ranks = state.pop("ranks", None) or [own_state(state)]
     if ranks.rank < len(of_ranks):
         state.update(of_ranks[ranks.rank])
@@ -313,7 +314,7 @@ def _select_rank(state: State, ranks: Collectives) -> int:
 
 
 def _scheduled_options(optimizer: TieredOptimizer, groups: Any) -> Any:
-    """Return the options of this run's param groups, with those in `_SCHEDULED` from the checkpoint's `groups`."""
+    """Return this run's param group options; take the options in `_SCHEDULED` from the checkpoint's `groups`."""
     own = optimizer.group_options()
     if type(groups) is not list or {*map(type, groups)} != {dict} or len(groups) != len(own):
         return groups  # the caller refuses them
@@ -322,8 +323,8 @@ def _scheduled_options(optimizer: TieredOptimizer, groups: Any) -> Any:
 
 
 def _scheduler_state(scheduler: Any) -> State | None:
-    """Return a scheduler's class name and state; None without a scheduler. Raises ModelError if it has no
-    state_dict()."""
+    """Return a scheduler's class name and state; None without a scheduler. Raises ModelError if the scheduler cannot be
+    saved."""
     if scheduler is None:
         return None
     kind = type(scheduler).__name__
@@ -357,8 +358,8 @@ def _loadable(scheduler: Any, state: Any) -> Any:
 
 
 def _with_inner(scheduler: Any, state: Any) -> list[tuple[Any, Any]]:
-    """Return a scheduler and the schedulers inside it, each paired with its part of the saved `state`, or with None if
-    `state` has none. Raises ModelError if `state` has a different number of parts."""
+    """Return (scheduler, its part of the saved `state`) for a scheduler and each scheduler inside it. The part is None
+    if `state` has none. Raises ModelError if the number of schedulers differs."""
     inner = getattr(scheduler, "_schedulers", ())
     states = state.get("_schedulers") if isinstance(state, dict) and inner else None
     if isinstance(states, list) and len(states) != len(inner):
@@ -389,8 +390,8 @@ def _check_scheduler(scheduler: Any, saved: Any) -> None:
 
 
 MAX_DEPTH: Final = 50
-"""The deepest nesting of containers that is saved. Their JSON is nested up to three times as deep, and the JSON parser
-accepts 200 levels."""
+"""The largest nesting depth of containers in a saved value. Their JSON is nested up to three times as deep, and the
+JSON parser accepts 200 levels."""
 
 SAVED_TYPES: Final = (
     "exactly None, bool, int, float, str, bytes, list, tuple, dict, tensors, and numpy's arrays and scalars of numbers"

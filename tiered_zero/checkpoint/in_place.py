@@ -1,9 +1,9 @@
-"""Commit a run's state in the swap files where it lies, without a copy; adopt such a commit in the next run.
+"""Commit a run's state without a copy, in the swap files that hold it; adopt such a commit in the next run.
 
-[Note: In-place commits] A store is a set of swap files with a manifest, the durable table of its records. A commit
-writes a new manifest, with the checkpoint's manifest (`TagManifest`) in its metadata. A load takes the newest manifest
-of that store which holds the optimizer state. A tag in a save directory only points to that store, and is published
-later. A commit of step N, after one of an earlier step M:
+[Note: In-place commits] A store is a set of swap files and a manifest, which is the durable table of the store's
+records. A commit writes a new manifest, with the checkpoint's manifest (`TagManifest`) in its metadata. A load takes
+the newest manifest of the store with the optimizer state. A tag in a save directory only points to this store, and is
+published after the commit. If the last commit is of step M, a commit of step N does this:
 
     1  updates stop; they have written only slots that manifest M does not name
     2  sync the data files, write and sync `manifest.next`; at the same time, write and sync the tag's next manifest
@@ -11,7 +11,7 @@ later. A commit of step N, after one of an earlier step M:
     4  updates may write the slots that manifest N does not name
     5  rename the tag's manifest, then `latest`, and sync both directories
 
-After a crash the disk may lack any page that was not synced:
+What a load finds after a crash, which may lose pages that were not synced:
 
     in 1, 2     M is loaded: nothing that it names was overwritten. The next run removes `manifest.next`, and the next
                 save the tag's next manifest
@@ -21,13 +21,13 @@ After a crash the disk may lack any page that was not synced:
     without M   (N is the first commit) nothing can be loaded before 3, N afterwards; the save directory leads to N from
                 5 on
 
-A commit has several stores if there are many ranks, or if parameters that are the upper halves of their masters
-(state_format bf16_remainder) have their own store. Step 2 makes all manifests durable. Step 3 first renames the
-manifest with rank 0's state, which decides the commit, and then the others. A load takes from each other store the
-manifest with the id of the decided commit, in `manifest` or `manifest.next`: two commits may have the same step.
+A commit has several stores if there are several ranks, or if its parameters (state_format bf16_remainder) have their
+own store. Step 2 makes all next manifests durable. Step 3 first renames the manifest with rank 0's state, which decides
+the commit, and then the others. From each other store, a load takes the manifest (`manifest` or `manifest.next`) with
+the id of the decided commit, because two commits may have the same step.
 
-A run that adopts a commit takes over the last run's swap directory and copies nothing. If its layout differs, it loads
-the commit into its own homes, and the old files stay as they are."""
+A run that adopts a commit takes over the last run's swap directory and copies nothing. A run with another layout loads
+the commit into its own homes, and the old files stay unchanged."""
 
 from __future__ import annotations
 
@@ -79,16 +79,16 @@ from tiered_zero.tiers.tier import Home, as_bytes, read_slot
 logger = logging.getLogger("tiered_zero")
 
 SAVE: Final = "save_checkpoint"
-"""The name of the call in the errors of other ranks."""
+"""The name of the call in the error messages of other ranks."""
 
 _CHUNK_NBYTES = MIB
-"""Bytes of a copy that are compared and written together: one checksum chunk of the store."""
+"""The size of the chunks in which a copy is compared and written: one checksum chunk of the store."""
 
 
 @final
 class Commits:
-    """Commits this rank's state in place. Called on the driver thread. `tiers`: the nvme tier of the state, then the
-    nvme tier of the parameters if it is a different one and takes part in commits. `homes`: as for `DurableCopies`.
+    """Commits this rank's state in place. Called on the driver thread. `tiers`: the nvme tier of the optimizer state,
+    followed by that of the parameters if it is another tier and takes part in commits. `homes`: see `DurableCopies`.
     `layout`: the hash of `run_fingerprint`."""
 
     def __init__(self, state: RunState, tiers: Sequence[NvmeTier], homes: Mapping[int, Home], layout: str) -> None:
@@ -109,8 +109,8 @@ class Commits:
         """The ids of all ranks' stores (sets of swap files)."""
 
     def restore(self, adoption: Adoption, matched: Matched) -> None:
-        """Restore weights and optimizer state from the commit `adoption`: drop all writes since, and read what does not
-        rest in its place. `matched`: has the commit's scalars. No transfer may use the swap files during the call."""
+        """Restore the state of the commit `adoption`: drop all later writes to the swap files, then set the scalars and
+        buffers. `matched`: has the commit's scalars. No transfer may use the swap files during the call."""
         for store in self._stores:
             store.revert()
         view = self._state.view
@@ -121,8 +121,8 @@ class Commits:
 
     def save(self, tag: TagWriter, fields: Mapping[str, Any], *, save_latest: bool) -> None:
         """Commit the state on every rank, and publish a tag that points to the commit. Every rank calls this between
-        two updates. `fields`: fields of TagManifest, with this rank's captured driver state. The caller discards the
-        tag if this raises (StoreError and others)."""
+        two updates. `fields`: fields of TagManifest, with this rank's captured driver state. If this raises, such as
+        StoreError, the caller discards the tag."""
         fields = {**fields, "swap": _location(self._stores[0])}
         driver: dict[str, Any] = fields["driver"]
         pointer: Transfer = COMPLETED
@@ -210,12 +210,12 @@ class Commits:
             store.cancel_prepared()
 
     def decide(self) -> None:
-        """Commit the prepared state in rank 0's store of the state, which decides the commit for all ranks. Called on
-        rank 0 alone. After a StoreError it is unknown whether the commit is durable."""
+        """Commit the prepared state in the store with rank 0's optimizer state, which decides the commit for all ranks.
+        Called on rank 0 only. After a StoreError, the commit may or may not be durable."""
         self._stores[0].confirm()
 
     def confirm(self) -> None:
-        """Commit the prepared state in this rank's other stores, after rank 0's `decide`. Raises StoreError."""
+        """Commit the prepared state in this rank's stores that `decide` has not committed. Raises StoreError."""
         for store in self._stores[self._ranks.rank == 0 :]:
             store.confirm()
 
@@ -253,9 +253,9 @@ def _parts(shares: Sequence[Share]) -> list[RankPart]:
 
 @final
 class DurableCopies:
-    """Copies to nvme what a commit needs besides optimizer state: buffers, frozen parameters and, with state_format
-    bf16_remainder, the parameters of updated units. Reads them back from an adopted commit. Called on the driver
-    thread. `homes`: unit index, or BUFFERS for the buffers -> home (slot) of the copy."""
+    """Copies to nvme the values that a commit needs in addition to optimizer state: buffers, frozen parameters and,
+    with state_format bf16_remainder, the parameters of updated units. Reads them back from an adopted commit. Called on
+    the driver thread. `homes`: unit index, or BUFFERS for the buffers -> home (slot) of the copy."""
 
     def __init__(self, state: RunState, homes: Mapping[int, Home]) -> None:
         self.homes = homes
@@ -265,8 +265,8 @@ class DurableCopies:
         """(slot name, first byte of a chunk) -> checksum of the bytes that were last written there."""
 
     def write(self) -> None:
-        """Write every copy that has changed; the next commit makes it durable. Called between two updates. Raises
-        StoreError, TransferError."""
+        """Write the copies that may have changed. The next commit makes them durable. Called between two updates.
+        Raises StoreError, TransferError."""
         writes: list[Transfer] = []
         window = torch.frombuffer(map_memory(_CHUNK_NBYTES), dtype=torch.uint8)
         try:
@@ -304,15 +304,15 @@ class DurableCopies:
                 buffer.copy_(raw[offset : offset + nbytes].clone().view(buffer.dtype).view(buffer.shape))
 
     def _present(self, unit: Unit) -> torch.Tensor:
-        """Return a unit's parameters, [P], as they rest in memory (on the device or the host)."""
+        """Return the memory that holds a unit's parameters, on the device or the host."""
         home = self._state.view.inventory.find(unit, "param")
         view = self._state.device_flat(unit) if home is None else home.slot.tensor
         assert view is not None, "copied units rest in memory"
         return view
 
     def _write_changed(self, home: Home, raw: torch.Tensor, window: torch.Tensor) -> None:
-        """Write the chunks of a slot that have changed. `raw`: the slot's new bytes, on any device. `window`: room for
-        one chunk."""
+        """Write the chunks of a slot that have changed. `raw`: the slot's new bytes, on any device. `window`: a buffer
+        for one chunk."""
         for start in range(0, raw.numel(), _CHUNK_NBYTES):
             part = raw[start : start + _CHUNK_NBYTES]
             chunk = window[: align_up(part.numel(), PAGE_NBYTES)]
@@ -325,7 +325,7 @@ class DurableCopies:
 
 
 def _packed(buffers: Mapping[str, torch.Tensor], nbytes: int) -> torch.Tensor:
-    """Pack the model's buffers into one tensor of `nbytes`. Raises StoreError if they need more."""
+    """Pack the model's buffers into one tensor of `nbytes`. Raises StoreError if the buffers need more."""
     raw = torch.zeros(nbytes, dtype=torch.uint8)
     for name, buffer, offset in pack(buffers):
         data = as_bytes(buffer.detach().contiguous()).cpu()
@@ -361,9 +361,9 @@ def adopt(
     plan: Plan,
     layouts: list[StateLayout],
 ) -> Adoption | None:
-    """Check whether this run can adopt the in-place commit `found`: it must commit in place, and every rank must lay
-    out its bytes as at the commit. Return None if it cannot (the reason is logged), or if `found` is no in-place
-    commit. Every rank calls this. Raises StoreError if the commit is damaged or its owner is alive."""
+    """Return the `Adoption` of `found`; None if it is no in-place commit, or if this run cannot adopt it (the reason is
+    logged). To adopt it, this run must commit in place, and every rank must lay out its bytes as at the commit. Every
+    rank calls this. Raises StoreError if the commit is damaged or its run is alive."""
     if found.swap is None:
         return None
     swap = found.swap
@@ -374,7 +374,7 @@ def adopt(
     commit = Commit.model_validate_json(agree(ranks, "resume: the commit", read)[0])
 
     def look() -> str:
-        """Open this rank's part of the commit, and return why it cannot be adopted; "" if it can be."""
+        """Check this rank's part of the commit. Return why the commit cannot be adopted; "" if it can."""
         if not plan.request.config.tiered_zero.checkpoint.in_place:
             return "tiered_zero.checkpoint.in_place is off"
         if len(commit.ranks) != ranks.world_size:
@@ -447,7 +447,7 @@ def run_fingerprint(config: Config, plan: Plan, layouts: Sequence[StateLayout]) 
 
 
 def committing_paths(config: Config, plan: Plan) -> list[tuple[str, ...]]:
-    """Return the swap paths of each store that takes part in commits, first that of the optimizer state."""
+    """Return the swap paths of each store that takes part in commits; the store of the optimizer state is first."""
     zero = config.zero_optimization
     paths = [zero.offload_optimizer.nvme_paths]
     if plan.nbytes("nvme", "commit_param"):

@@ -1,17 +1,17 @@
-"""Define the index of a checkpoint: in which record, and at which byte, the elements of each tensor lie. List the
-tensors that a run saves.
+"""Define the index of a checkpoint: the record and the bytes in which the elements of each tensor lie. List the tensors
+that a run saves.
 
-[Note: Portable form] A tensor has a key, and its elements are counted in memory order. Both stay the same however a run
-cuts and places the tensor. A key is `<kind>/<parameter name>`:
+[Note: Portable form] A tensor has a key, and its elements are numbered in memory order. Key and numbers do not depend
+on how a run cuts and places the tensor. A key is `<kind>/<parameter name>`:
 
     master   the fp32 master, even if it is stored in three parts (the form "joined" below)
     <field>  a state array of the rule under its own name, such as exp_avg; only for parameters that were stepped
     param    a parameter without a master: frozen, or in no param group
     buffer   a persistent buffer
 
-A parameter with a master is not saved itself: it is its master, rounded. An elementwise state array has the parameter's
-shape. The scales of 8-bit moments have one element per block of the parameter. Any other state array keeps its own
-shape. Bytes are saved as they are stored. A tensor's form says how to compute its elements from them:
+A parameter with a master has no key of its own: it equals its rounded master. An elementwise state array has the
+parameter's shape. The scales of 8-bit moments have one element per block of the parameter. Any other state array keeps
+its own shape. Bytes are saved as they are stored. A tensor's form says how to compute its elements from these bytes:
 
     plain       one source: the elements themselves
     joined      masters stored as remainders: sources are remainder (int16), parameter (bfloat16), and the second
@@ -19,9 +19,9 @@ shape. Bytes are saved as they are stored. A tensor's form says how to compute i
     magnitude   one source: that second moment, without its sign
     rounded     one source: the fp32 masters of a parameter that no param group holds; its elements are these, rounded
 
-`manifest.json` of a tag is a `TagManifest`; the metadata of an in-place commit has one. A full save has its own data
-files, one per rank. A commit leaves its records in the run's swap directories. Input may be hostile: types, sums and
-places are checked before anything is allocated."""
+The `manifest.json` of a tag is a `TagManifest`. The metadata of an in-place commit contains one. A full save has its
+own data files, one per rank. A commit leaves its records in the run's swap directories. A manifest may be hostile:
+types, sizes and places are checked before memory is allocated."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork
 MANIFEST_NAME: Final = "manifest.json"
 LATEST_NAME: Final = "latest"
 DATA_FILE: Final = re.compile(r"data-\d{5}(?:-([0-9a-f]{12}))?\.bin")
-"""Matches the names of data files; the group is the id of the save that has written the file. Files of format version 4
-and before have none: a save that replaces such a tag removes them."""
+"""Matches the names of data files; the group is the id of the save that wrote the file. Names of format version 4 and
+before have no id: a save that replaces such a tag removes these files."""
 
 TAG: Final = re.compile(r"[^./\x00-\x1f\x7f\ud800-\udfff][^/\x00-\x1f\x7f\ud800-\udfff]*")
 _TAKEN: Final = (LATEST_NAME, next_path(Path(LATEST_NAME)).name)
@@ -132,8 +132,8 @@ class Part(NamedTuple):
 
 @final
 class TensorEntry(StrictModel):
-    """One saved tensor. `order`: its dimensions from the slowest to the fastest in memory; None: row-major. `parts`:
-    where its elements are saved, in order and disjoint; one rank's share has only the parts of that rank."""
+    """One saved tensor. `order`: the dimensions from the slowest to the fastest in memory; None: row-major. `parts`:
+    the places of its elements, in order and without overlap; one rank's share has only that rank's parts."""
 
     dtype: str
     shape: Annotated[tuple[Annotated[int, Field(ge=0, le=_MOST_NUMEL)], ...], Field(max_length=_MOST_DIMENSIONS)]
@@ -156,7 +156,7 @@ class TensorEntry(StrictModel):
 
     @property
     def memory_shape(self) -> tuple[int, ...]:
-        """The shape in memory order: its dimensions from the slowest to the fastest."""
+        """The sizes of the dimensions, from the slowest to the fastest in memory."""
         return self.shape if self.order is None else tuple(self.shape[dimension] for dimension in self.order)
 
     def with_parts(self, parts: Sequence[Part]) -> TensorEntry:
@@ -164,7 +164,7 @@ class TensorEntry(StrictModel):
 
 
 def _check_tensors(tensors: Mapping[str, TensorEntry]) -> None:
-    """Check that the tensors have possible sizes, and parts without gap or overlap. Raises ValueError."""
+    """Check that dtypes and sizes are possible, and that parts cover each tensor exactly once. Raises ValueError."""
     for key, entry in tensors.items():
         dtype, shape, order, form = entry.dtype, entry.shape, entry.order, entry.form
         numel, stop, found = math.prod(shape), 0, ""
@@ -199,7 +199,7 @@ def check_places(tensors: Mapping[str, TensorEntry], extents: Mapping[tuple[int,
 @final
 class WrittenBy(StrictModel):
     """The program and the run that wrote a tag. `kernel`: the level of the update kernel, such as "avx2".
-    `num_threads`: the number of threads of a forward on the CPU; 0 if another device computes. `created_s`: seconds
+    `num_threads`: the number of CPU threads that compute a forward; 0 if another device computes. `created_s`: seconds
     since the epoch."""
 
     tiered_zero: str
@@ -214,10 +214,10 @@ class WrittenBy(StrictModel):
 
 @final
 class TagManifest(JsonFile):
-    """The manifest of a checkpoint. `save_id`: the id of the save; a full save's data files have it in their names, and
-    an in-place commit has it as its id. `stores`: a full save's data files, one for each rank. `scalars` (by parameter
-    name) and `driver`: values encoded by `to_json` of driver.py. `aliases`: other name of a tensor in the model's
-    state_dict -> the name used here. `swap`: the store that decides an in-place commit; None for a full save."""
+    """The manifest of a checkpoint. `save_id`: the id of the save, in the names of a full save's data files; also the
+    id of an in-place commit. `stores`: a full save's data files, one for each rank. `scalars` (by parameter name) and
+    `driver`: values encoded by `to_json` of driver.py. `aliases`: other name of a tensor in the model's state_dict ->
+    the name under which it is saved. `swap`: the store that decides an in-place commit; None for a full save."""
 
     format_name = "tiered_zero.checkpoint"
 
@@ -277,8 +277,8 @@ def file_name(rank: int, save_id: str) -> str:
 
 @final
 class RankPart(StrictModel):
-    """One rank's part of an in-place commit. `stores`: where the rank's swap files are; the store of the state comes
-    first. `layout`: the hash of `in_place.run_fingerprint`; a run that adopts the commit must have the same.
+    """One rank's part of an in-place commit. `stores`: the locations of the rank's stores, first the store of the
+    optimizer state. `layout`: the hash of `in_place.run_fingerprint`; a run that adopts the commit must have the same.
     `initialized`: indices of the rank's sub-groups that have state."""
 
     stores: Annotated[list[StoreLocation], Field(min_length=1, max_length=2)]
@@ -290,8 +290,8 @@ class RankPart(StrictModel):
 class Share(StrictModel):
     """One rank's part of a save.
 
-    `tensors`: with this rank's parts only. `scalars`: those of this rank's parameters. `driver`: this rank's
-    `own_state`. `stores`: this rank's data file in a full save. `rank`: this rank's part of an in-place commit."""
+    `tensors`: with this rank's parts only. `scalars`: by parameter name. `driver`: this rank's `own_state`. `stores`:
+    this rank's data file in a full save. `rank`: this rank's part of an in-place commit."""
 
     tensors: dict[str, TensorEntry]
     scalars: dict[str, Any]
@@ -302,8 +302,8 @@ class Share(StrictModel):
 
 def join_shares(shares: Sequence[Share]) -> dict[str, Any]:
     """Join the shares of all ranks. Return the fields `tensors` and `scalars` of TagManifest. Raises StoreError if
-    ranks disagree about a tensor, or if an element is missing or saved twice, and InternalError if ranks have different
-    scalars for a parameter."""
+    ranks disagree about a tensor, or if an element is missing or saved twice. Raises InternalError if ranks have
+    different scalars for a parameter."""
     entries: dict[str, TensorEntry] = {}
     facts: dict[str, tuple[Any, ...]] = {}
     parts: dict[str, list[Part]] = {}
@@ -373,7 +373,7 @@ class RunState:
 
     @cached_property
     def updated_units(self) -> frozenset[int]:
-        """The indices of the units that have a parameter with a master on any rank: an update writes them."""
+        """The indices of the units that updates write. Each has a parameter with a master on at least one rank."""
         return frozenset(
             unit.index
             for unit in self.units
@@ -392,7 +392,8 @@ class RunState:
         return home is not None and home.slot.nbytes < unit.nbytes
 
     def saved_units(self, with_frozen: bool = True) -> list[Unit]:
-        """Return the units that no update writes and this rank saves. `with_frozen`: False leaves out frozen units."""
+        """Return the units that this rank saves and that no update writes. `with_frozen`: False leaves out frozen
+        units."""
         return [
             unit
             for unit in self.units
@@ -406,7 +407,7 @@ class RunState:
         return index % ranks.world_size == ranks.rank
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Return the persistent buffers by name, each once, under its first name."""
+        """Return name -> persistent buffer. A buffer with several names is returned under the first only."""
         found: dict[torch.Tensor, str] = {}
         for path, module in self.module.named_modules():
             for name, buffer in module.named_buffers(recurse=False):
@@ -416,7 +417,7 @@ class RunState:
 
     @cached_property
     def aliases(self) -> dict[str, str]:
-        """Each other name of a tensor in `state_dict()` -> the name under which the tensor is saved."""
+        """Other name of a tensor in `state_dict()` -> the name under which the tensor is saved."""
         saved = {spec.name for spec in self.specs} | self.buffers().keys()
         names: dict[int, list[str]] = {}
         for name, tensor in state_tensors(self.module):
@@ -449,7 +450,8 @@ def run_ahead(
 ) -> None:
     """Save or load sub-groups in order, and read several ahead. `begin`: starts to read a sub-group. It returns None
     while no buffer is free; else it returns the work, and a function that waits for the reads and starts the writes.
-    `retire`: called with each work whose writes are done. After an error, raises when no transfer uses a buffer."""
+    `retire`: called with each work when its writes are done. After an error, wait until no transfer uses a buffer, then
+    raise."""
     waiting, begun, written = deque(layouts), deque[tuple[SubGroupWork, Callable[[], None]]](), deque[SubGroupWork]()
 
     def finish() -> None:
@@ -491,7 +493,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @cache
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the dtype of a name from a manifest. Raises StoreError if this PyTorch does not have it."""
+    """Return the dtype that a manifest names. Raises StoreError if this PyTorch does not have it."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise StoreError(f"PyTorch {torch.__version__} has no dtype {name}, which this checkpoint needs.")
@@ -502,9 +504,9 @@ def torch_dtype(name: str) -> torch.dtype:
 def describe(
     dtype: torch.dtype, shape: tuple[int, ...], order: tuple[int, ...] | None = None, form: Form = "plain"
 ) -> TensorEntry:
-    """Return a `TensorEntry` whose list of parts, the places of its bytes, is still empty. `order`: the dimensions in
-    the order in which they lie in memory; None if contiguous. `form`: see [Note: Portable form]. Raises StoreError for
-    a dtype that a checkpoint cannot hold."""
+    """Return a `TensorEntry` without parts (the places of its bytes). `order`: the dimensions in the order in which
+    they lie in memory; None if contiguous. `form`: see [Note: Portable form]. Raises StoreError for a dtype that a
+    checkpoint cannot hold."""
     return TensorEntry(dtype=dtype_name(dtype), shape=tuple(shape), order=order, form=form)
 
 
@@ -539,9 +541,9 @@ class RecordPlaces(NamedTuple):
 
 
 def copied_places(scalars: Scalars) -> RecordPlaces:
-    """Return the places of a full save in this rank's data file. The record of a sub-group holds the bytes of its slot;
-    with state_format bf16_remainder its parameters follow them. `scalars`: the scalars of each sub-group's state; the
-    slot of a sub-group without scalars holds masters alone."""
+    """Return the places in this rank's data file to which a full save writes. The record of a sub-group holds the bytes
+    of its slot, then its parameters if state_format is bf16_remainder. `scalars`: the scalars of each sub-group's
+    state; a sub-group without scalars has only masters."""
 
     def state(layout: StateLayout) -> Source:
         return Source(0, f"state/{layout.subgroup.index}", 0)
@@ -554,8 +556,8 @@ def copied_places(scalars: Scalars) -> RecordPlaces:
 
 
 def committed_places(state: RunState, tiers: Sequence[object], copies: Mapping[int, Home]) -> RecordPlaces:
-    """Return the places of a commit in the swap files. `tiers`: this rank's nvme tiers that take part in commits, in
-    order. `copies`: unit index, or BUFFERS for the buffers -> home of the durable copy."""
+    """Return the places of a commit's values in the swap files. `tiers`: this rank's nvme tiers that take part in
+    commits, by store number. `copies`: unit index, or BUFFERS for the buffers -> home of the durable copy."""
     buffers = copies.get(BUFFERS)
 
     def start(home: Home) -> Source:
@@ -577,13 +579,13 @@ def committed_places(state: RunState, tiers: Sequence[object], copies: Mapping[i
 
 
 def state_nbytes(layout: StateLayout, scalars: Scalars) -> int:
-    """Return the used bytes of a sub-group's slot: those of its masters, and those of its state if it has state."""
+    """Return the number of used bytes in a sub-group's slot: its masters, and its state if it has state."""
     return layout.nbytes if scalars.has_state(layout) else layout.master_nbytes
 
 
 def pack(buffers: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor, int]]:
-    """Lay out all buffers in one record. For each buffer that is not empty, yield its name, the buffer, and its first
-    byte in the record."""
+    """Lay out all buffers in one record. For each buffer that is not empty, yield (name, buffer, byte offset in the
+    record)."""
     position = 0
     for name, buffer in buffers.items():
         if not buffer.numel():
@@ -593,7 +595,7 @@ def pack(buffers: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tenso
 
 
 _Row = tuple[str, TensorEntry, int, int, Sequence[Source]]
-"""(key, entry, start, stop, sources): elements [start, stop) of the tensor `key`, as the fields of a `Part`."""
+"""A part of the tensor `key`: (key, the tensor's entry, and the fields of a `Part`: start, stop, sources)."""
 
 
 def list_tensors(
@@ -604,8 +606,8 @@ def list_tensors(
     *,
     with_frozen: bool = True,
 ) -> dict[str, TensorEntry]:
-    """Return the tensors that this rank saves, by key, with this rank's parts only. `buffers`: the model's buffers by
-    name, if this rank saves them. Any thread may use it."""
+    """Return key -> entry of each tensor that this rank saves, with this rank's parts only. `buffers`: the model's
+    buffers by name; empty if another rank saves them. Any thread may call this."""
     found: dict[str, tuple[TensorEntry, list[Part]]] = {}
     rows = chain(
         chain.from_iterable(_list_subgroup(state, places, scalars, layout) for layout in state.own_layouts),
@@ -647,7 +649,8 @@ def _list_subgroup(state: RunState, places: RecordPlaces, scalars: Scalars, layo
 
 
 def _list_units(state: RunState, places: RecordPlaces, with_frozen: bool) -> Iterator[_Row]:
-    """Yield the parameters that no update writes. Rank 0 also yields those without elements, which are in no unit."""
+    """Yield the parameters in units that no update writes. Rank 0 also yields parameters without elements, which are in
+    no unit."""
     for unit in state.saved_units(with_frozen):
         home, record = state.view.inventory.find(unit, "param"), places.unit(unit)
         here = slice(0, unit.numel) if home is None else home.elements(unit)

@@ -1,5 +1,5 @@
 """Load a checkpoint: compare it with a run, read its tensors, write them to the run's homes (the slots on its tiers).
-Everything is compared and checked before a byte of the run changes."""
+Names, shapes and dtypes are checked before the run changes. Checksums are verified during the reads."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ logger = logging.getLogger("tiered_zero")
 _BLOCK = QUANTIZED_BLOCK_NUMEL
 _NUM_NAMED = 5
 _CONVERTED_AHEAD = 2
-"""The largest number of sub-groups to read ahead if values must be converted, which takes more memory."""
+"""The largest number of sub-groups in flight that need a conversion. A conversion takes more memory."""
 
 _STEP_NUMEL = 1 << 15
-"""`torch.Tensor.copy_` converts up to this many elements on the calling thread alone (at::internal::GRAIN_SIZE)."""
+"""The most elements that `torch.Tensor.copy_` converts on the calling thread alone (at::internal::GRAIN_SIZE)."""
 
 _FACTS = {
     "tiered_zero": "tiered_zero",
@@ -59,7 +59,7 @@ _FACTS = {
     "world_size": "a number of ranks of",
     "num_threads": "a number of CPU threads of",
 }
-"""Fields of `WrittenBy` -> their names in messages. If one of them differs, the bits of later steps may differ."""
+"""Field of `WrittenBy` -> its name in messages. If runs differ in one, the bits of later steps may differ."""
 
 
 # -- matching ----------------------------------------------------------------------------------------------------------
