@@ -27,23 +27,23 @@ from tiered_zero.tiers.tier import HostTier, own_bytes
 
 LANE = "activations"
 MAX_HOLES_NBYTES = 64 * MIB
-"""The most bytes of holes to leave in malloc's heap if the CPU computes, see `HeapTrim`. The limit of bytes in flight
-applies instead if it is lower."""
+"""The most bytes by which holes in malloc's heap may grow if the CPU computes; see `HeapTrim`. The limit of bytes in
+flight applies instead if it is lower."""
 
 MAX_SHARE_OF_STORAGE = 4
-"""A storage stays on the device if it has more than this many times the bytes of the view that autograd saves."""
+"""The largest ratio of a storage's bytes to the saved view's bytes. Larger storages stay on the device."""
 
 NUM_AHEAD = 2
 """How many records are read back before backward asks for them, if there is room."""
 
 MAX_GAP = 32
-"""How far back, in records, to look for records to read ahead."""
+"""The number of earlier records among which to look for records to read ahead."""
 
 # -- places ------------------------------------------------------------------------------------------------------------
 
 
 class Place(Protocol):
-    """Memory for moved activations, addressed from byte 0. `write` and `read` run on the lane, in the order of
+    """Space for moved activations, addressed from byte 0. Jobs on the lane call `write` and `read`, in the order of
     submission."""
 
     waits: bool
@@ -83,7 +83,7 @@ class HostPlace:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._accelerator.device)
 
     def finish(self) -> None:
-        """Do nothing: copies are complete when their jobs are."""
+        """Do nothing, because each copy is complete when its job is complete."""
 
 
 @final
@@ -188,7 +188,7 @@ class NvmePlace:
 
 @final
 class _Reference:
-    """Held by all `SavedActivation`s of one record. When autograd has freed the last of these, the record is
+    """Object held by all `SavedActivation`s of one record. When autograd frees the last of them, the record is
     dropped."""
 
     __slots__ = ("__weakref__", "_dropped", "index", "step")
@@ -204,8 +204,8 @@ class _Reference:
 @final
 @dataclass(eq=False, kw_only=True)
 class _Record:
-    """One moved storage. `key`: (storage, version). `counter`: shares the version counter of the tensor that was moved.
-    `at`: its first byte in the place."""
+    """One moved storage. `key`: (storage, version). `counter`: an empty tensor that shares the moved tensor's version
+    counter. `at`: the storage's first byte in the place."""
 
     index: int
     key: tuple[int, int]
@@ -223,7 +223,8 @@ class _Record:
 
 @final
 class SavedActivation:
-    """Autograd keeps this object instead of a moved tensor. `counter` shares the tensor's version counter."""
+    """The object that autograd keeps instead of a moved tensor. `counter`: an empty tensor that shares its version
+    counter."""
 
     __slots__ = ("_mover", "_was_unpacked", "counter", "dtype", "offset", "reference", "size", "stride", "version")
 
@@ -235,7 +236,7 @@ class SavedActivation:
         self._was_unpacked = False
 
     def unpack(self) -> torch.Tensor:
-        """Return the tensor on the device. Autograd's thread."""
+        """Return the tensor on the device. Called on autograd's thread."""
         is_first, self._was_unpacked = not self._was_unpacked, True
         memory = self._mover.restore(self.reference, is_first=is_first).view(self.dtype)
         return memory.as_strided(self.size, self.stride, memory.storage_offset() + self.offset)
@@ -269,7 +270,7 @@ class ActivationMover:
         self._by_key: dict[tuple[int, int], _Record] = {}
         self._writing: deque[tuple[Transfer, torch.Tensor]] = deque()
         self._dropped: deque[tuple[int, int]] = deque()
-        """(step, index) of each record to which nothing refers any more."""
+        """(step, index) of each record that no `SavedActivation` uses any more."""
         self._next_index = self._step = 0
         self._in_flight_nbytes = 0
         self._is_closed = False
@@ -278,8 +279,9 @@ class ActivationMover:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor, version: int) -> SavedActivation | None:
-        """Move the storage of a detached tensor, unless it is moved already. Return what autograd keeps instead of the
-        tensor; None: it stays on the device. `version`: the tensor's version counter."""
+        """Start to move the storage of a detached tensor, unless it was moved before. Return the object that autograd
+        keeps instead of the tensor; None if the tensor stays on the device. `version`: the value of the tensor's
+        version counter."""
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.device != self._device:
             return None
         if torch._C._current_graph_task_id() != -1 or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -296,14 +298,15 @@ class ActivationMover:
         return SavedActivation(self, reference, tensor, version)
 
     def _fits(self, tensor: torch.Tensor, nbytes: int) -> bool:
-        """Return whether the tensor is plain memory and takes a large enough part of its storage of `nbytes` bytes."""
+        """Return whether the tensor is plain memory and a large enough part of its storage, which has `nbytes`
+        bytes."""
         if nbytes > MAX_SHARE_OF_STORAGE * tensor.nbytes or nbytes % tensor.itemsize or tensor.is_quantized:
             return False
         return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor() or 0 in tensor.stride())
 
     def _find(self, key: tuple[int, int], tensor: torch.Tensor) -> _Reference | None:
-        """Return a reference to the record of `tensor`, if the present version of its storage was already moved; else
-        None. `key`: the identity of the storage, and its version."""
+        """Return a reference to the record of `tensor`; None if its storage was not moved in the current version.
+        `key`: the identity of the storage, and its version."""
         record = self._by_key.get(key)
         if record is None or record.storage.expired():  # type: ignore[no-untyped-call]
             return None
@@ -352,8 +355,8 @@ class ActivationMover:
         return reference
 
     def _wait_written(self, allowed_nbytes: int) -> None:
-        """Make compute wait for the oldest writes until at most `allowed_nbytes` are in flight, and free the device
-        memory of these and of completed writes."""
+        """Make compute wait for the oldest writes until at most `allowed_nbytes` are in flight. Free the device memory
+        of these writes and of completed ones."""
         while self._writing and (self._in_flight_nbytes > allowed_nbytes or self._writing[0][0].done()):
             written, source = self._writing[0]
             try:
@@ -408,7 +411,7 @@ class ActivationMover:
         record.reading = self._accelerator.lane(LANE).submit(read, after=after, holds=[target], waits=place.waits)
 
     def _read_ahead(self, index: int) -> None:
-        """Begin to read the records that were packed just before record `index`: backward needs them next."""
+        """Begin to read the records packed just before record `index`, because backward needs them next."""
         num_left = NUM_AHEAD
         for before in range(index - 1, max(-1, index - 1 - MAX_GAP), -1):
             record = self._records.get(before)
@@ -424,8 +427,8 @@ class ActivationMover:
                 return
 
     def _make_room(self, nbytes: int) -> None:
-        """Make room for `nbytes` in flight: wait for writes and free their storages, then free storages that were read
-        back. Backward reads the freed ones again when it needs them."""
+        """Make room for `nbytes` in flight: wait for writes and free their device memory. If that is not enough, free
+        storages that were read back; they are read again when backward needs them."""
         allowed_nbytes = self._plan.in_flight_nbytes - nbytes
         self._wait_written(allowed_nbytes)
         if self._in_flight_nbytes > allowed_nbytes:
@@ -468,7 +471,7 @@ class ActivationMover:
         self._clear()
 
     def take_counts(self) -> dict[str, int]:
-        """Return counts and bytes of what was moved, and of what did not fit, since the last call."""
+        """Return the counts and bytes of storages moved and of storages that did not fit, since the last call."""
         counts, self._counts = dict(self._counts), Counter()
         return counts
 

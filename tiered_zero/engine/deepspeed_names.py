@@ -55,7 +55,7 @@ MISSING: Mapping[str, str] = {
     "basic_optimizer": "engine.optimizer is the one that steps.",
     "csr_gradients": "gradients are dense; build embeddings with sparse=False.",
 }
-"""Attribute of DeepSpeed's engine that this engine lacks -> what to do instead: the end of the error message."""
+"""Name in DeepSpeed's engine that this engine lacks -> the end of the error message, which says what to do instead."""
 
 
 def _reader(path: str, text: str = "") -> Callable[[DeepSpeedNames], Any]:
@@ -71,7 +71,7 @@ def _reader(path: str, text: str = "") -> Callable[[DeepSpeedNames], Any]:
 @final
 @dataclass(kw_only=True)
 class ThroughputTimer:
-    """Replaces DeepSpeed's `engine.tput_timer`, in which scripts count epochs."""
+    """Replacement for DeepSpeed's `engine.tput_timer`: counts epochs and returns the samples per second."""
 
     samples_per_s: Callable[[], float]
     epoch_count: int = 0
@@ -86,7 +86,7 @@ class ThroughputTimer:
 
 
 class DeepSpeedNames(ABC):
-    """The methods of `Engine` that only scripts for DeepSpeed need."""
+    """The methods of `Engine` that only scripts written for DeepSpeed call."""
 
     _run: EngineParts
     _step: TrainStep
@@ -102,12 +102,14 @@ class DeepSpeedNames(ABC):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Change nothing. Raises ModelError if this run reduces gradients over ranks in backward."""
+        """Return a context manager that does nothing. Raises ModelError if this run reduces gradients over ranks in
+        backward."""
         self._step.check_no_sync()
         yield
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Raise ModelError: compile the model before `initialize`. Accelerate calls this for `torch_compile`."""
+        """Raise ModelError, because the model must be compiled before `initialize`. Accelerate calls this for
+        `torch_compile`."""
         raise ModelError(
             "engine.compile(), or torch_compile=True of TrainingArguments: expected a model that is compiled before it "
             "is given to initialize(); found an engine. Leave it out, and compile the model's blocks, each with its "
@@ -146,7 +148,8 @@ class DeepSpeedNames(ABC):
 
     @property
     def _modules(self) -> dict[str, nn.Module]:
-        """The engine's child modules by name, as in an `nn.Module`: only the user's module. Accelerate reads this."""
+        """The engine's child modules by name, as in `nn.Module`. The only child is the user's module. Accelerate reads
+        this."""
         return {"module": self._run.module}
 
     def set_lr(self, lr: float) -> None:
@@ -157,7 +160,8 @@ class DeepSpeedNames(ABC):
     # -- questions -----------------------------------------------------------------------------------------------------
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the L2 norm of the last step's gradients, unscaled and before clipping; None before the first step."""
+        """Return the L2 norm of the last step's gradients before clipping, without the loss scale; None before the
+        first step."""
         check = self._step.counts.grad_check
         return check.norm if check is not None else None
 
@@ -166,8 +170,8 @@ class DeepSpeedNames(ABC):
         return self._run.config.managed_gradient_accumulation and self._step.counts.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Set whether each `step()` from now on updates the weights. None: the engine counts micro-batches again.
-        Raises ModelError if managed_gradient_accumulation is false."""
+        """Set whether each `step()` from now on updates the weights. None: the engine decides by counting
+        micro-batches. Raises ModelError if managed_gradient_accumulation is false."""
         if not self._run.config.managed_gradient_accumulation:
             raise ModelError(
                 "set_gradient_accumulation_boundary() was expected where the engine counts micro-batches; found "
@@ -189,7 +193,7 @@ class DeepSpeedNames(ABC):
 
     @property
     def local_rank(self) -> int:
-        """The local rank that the launcher has set in LOCAL_RANK; 0 without a launcher."""
+        """The local rank, which the launcher sets in the environment as LOCAL_RANK; 0 without a launcher."""
         given = os.environ.get("LOCAL_RANK", "0")
         return int(given) if given.isdecimal() else 0
 
@@ -222,7 +226,7 @@ class DeepSpeedNames(ABC):
 
     @cached_property
     def tput_timer(self) -> ThroughputTimer:
-        """The object in which scripts count epochs, and which returns the samples per second."""
+        """The timer with which scripts count epochs and read the samples per second."""
         meter, config = self._step.meter, self._run.config
 
         def samples_per_s() -> float:
@@ -243,7 +247,7 @@ class DeepSpeedNames(ABC):
         return self._run.config.zero_optimization.offload_optimizer.device == "cpu"
 
     def dynamic_loss_scale(self) -> bool:
-        """Return whether the loss scale changes after overflows: with fp16 and no fixed scale."""
+        """Return whether overflows change the loss scale. They do with fp16 and no fixed scale."""
         return self._run.config.fp16.enabled and self._run.config.fp16.loss_scale == 0
 
     def get_mom(self) -> list[Any]:
@@ -253,8 +257,8 @@ class DeepSpeedNames(ABC):
         return [group.get(key) for group in groups]
 
     def __getattr__(self, name: str) -> Any:
-        """Return the attribute `name` of the user's module. Raises MissingNameError if the module has none. Python
-        calls this for names that the engine lacks."""
+        """Return the attribute `name` of the user's module. Python calls this for names that the engine lacks. Raises
+        MissingNameError if the module has none, AttributeError if `name` is private."""
         if name.startswith("_"):
             raise AttributeError(name)
         module = self._run.module

@@ -1,4 +1,4 @@
-"""Define the engine that a user calls. train_step.py makes its steps."""
+"""Define `Engine`, whose methods a user calls. train_step.py runs the steps."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ logger = logging.getLogger("tiered_zero")
 class Engine(DeepSpeedNames):
     """Trains one model whose parameters and optimizer state rest on several tiers. Use it from one thread.
 
-    Each step calls engine(batch), engine.backward(loss) and engine.step(). After an error in forward or backward a run
-    of one rank can go on. After a failed update every call raises EngineFailedError.
+    For each step, call engine(batch), engine.backward(loss) and engine.step(). After an error in forward or backward, a
+    run with one rank can continue. After a failed update, every call raises EngineFailedError.
     """
 
     def __init__(self, run: EngineParts, step: TrainStep, resources: Teardown) -> None:
-        """`resources`: closes everything, in order, when the engine ends."""
+        """Make the engine. `resources`: closes the run's parts, in order, when the engine ends."""
         self._run = run
         self._step = step
         self._resources = resources
@@ -89,21 +89,22 @@ class Engine(DeepSpeedNames):
 
     @on_one_thread
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Run backward of `loss`, divided by the accumulation steps (if `scale_wrt_gas`) and multiplied by the loss
-        scale. Return `loss` unchanged. If backward raises, this step's gradients are dropped.
+        """Scale `loss` and run its backward. Return `loss` unchanged. The loss is multiplied by the loss scale and, if
+        `scale_wrt_gas`, divided by gradient_accumulation_steps. If backward raises, this step's gradients are dropped.
 
-        `loss.backward()` works too: do not divide the loss yourself. With fp16 it raises ModelError: use `scale`.
+        You can call `loss.backward()` instead; do not divide the loss yourself. With fp16 that raises ModelError: call
+        `scale(loss).backward()`.
 
-        From backward to `step()`, `param.grad` is the gradient without the loss scale: read it, change it in place, or
-        assign it. It lies on the gradient's tier; its dtype may be fp32 in a 16-bit model. Reading it raises ModelError
-        with many ranks, or if updates begin in backward.
+        Between backward and `step()`, `param.grad` is the gradient without the loss scale. You can read it, change it
+        in place, or assign a new one. It lies on the tier of gradients, and may be fp32 in a 16-bit model. Reading it
+        raises ModelError with many ranks, or if updates begin in backward.
         """
         self._step.backward(loss, retain_graph, scale_wrt_gas)
         return loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss divided by the accumulation steps and multiplied by the loss scale. Then call `.backward()`
-        on the result, in place of `engine.backward(loss)`."""
+        """Return the loss divided by gradient_accumulation_steps and multiplied by the loss scale. Call `.backward()`
+        on the result instead of `engine.backward(loss)`."""
         scaled = self._step.scaled(loss)
         if scaled is not loss and scaled.requires_grad:
             self._step.arrivals.expect(scaled)
@@ -112,9 +113,9 @@ class Engine(DeepSpeedNames):
     @on_one_thread
     @runs_outside_modes
     def step(self, *, by_optimizer: bool = False) -> None:
-        """Count a micro-batch. After the last one of an accumulation, check the gradients and update the weights; skip
-        the update if gradients are not finite. `by_optimizer`: whether `optimizer.step()` calls this; then gradients
-        are clipped only if the config sets gradient_clipping."""
+        """Count a micro-batch. After the last one of an accumulation, check the gradients and update the weights. With
+        fp16 or bf16.check_grad_overflow, skip the update if gradients are not finite. `by_optimizer`: whether
+        `optimizer.step()` calls this. If so, gradients are clipped only if the config sets gradient_clipping."""
         run, step = self._run, self._step
         if step.step(self.optimizer, self.lr_scheduler, by_optimizer) and (report := step.meter.report) is not None:
             for observer in run.observers:
@@ -124,12 +125,12 @@ class Engine(DeepSpeedNames):
 
     @property
     def module(self) -> nn.Module:
-        """The user's model; `module.state_dict()` gives CPU tensors of real shape from any tier."""
+        """The user's model. `module.state_dict()` returns whole CPU tensors, from any tier."""
         return self._run.module
 
     @property
     def optimizer(self) -> TieredOptimizer:
-        """The optimizer; None if the engine evaluates."""
+        """The optimizer; None if the engine only evaluates."""
         return self._run.optimizer  # type: ignore[return-value]  # users hold an engine that trains
 
     @property
@@ -156,7 +157,7 @@ class Engine(DeepSpeedNames):
 
     @property
     def device(self) -> torch.device:
-        """The device on which the model computes: inputs belong there."""
+        """The device on which the model computes. Put the inputs there."""
         return self._step.runtime.accelerator.device
 
     @property
@@ -171,21 +172,22 @@ class Engine(DeepSpeedNames):
 
     @property
     def global_steps(self) -> int:
-        """Optimizer steps so far, skipped ones included."""
+        """The number of optimizer steps so far, including skipped steps."""
         return self._step.counts.global_steps
 
     @property
     def skipped_steps(self) -> int:
-        """Optimizer steps skipped so far because gradients were not finite."""
+        """The number of optimizer steps that were skipped so far because gradients were not finite."""
         return self._step.overflow.counts.skipped
 
     @property
     def micro_steps(self) -> int:
-        """Micro-batches so far: calls of `step()`."""
+        """The number of micro-batches so far."""
         return self._step.counts.micro_steps
 
     def memory_report(self) -> dict[str, dict[str, dict[str, int]]]:
-        """Return the bytes of the run: tier -> kind -> {"now", "peak", "planned"}. "peak": the most so far."""
+        """Return the bytes of each kind on each tier: tier -> kind -> {"now", "peak", "planned"}. "peak": the most so
+        far."""
         return {
             tier: {
                 kind: {"now": now, "peak": peak, "planned": self.plan.nbytes(tier, kind)}
@@ -195,8 +197,8 @@ class Engine(DeepSpeedNames):
         }
 
     def rank_report(self) -> dict[str, float]:
-        """Return what this rank has exchanged with other ranks so far: "gathered_nbytes" of units, "reduced_nbytes" of
-        gradients, and "waited_s", the seconds of waiting for other ranks."""
+        """Return this rank's traffic with other ranks so far. "gathered_nbytes": bytes of units. "reduced_nbytes":
+        bytes of gradients. "waited_s": seconds spent waiting for other ranks."""
         return asdict(self._step.runtime.collectives.traffic)
 
     # -- checkpoints ---------------------------------------------------------------------------------------------------
@@ -214,12 +216,13 @@ class Engine(DeepSpeedNames):
         """Save the whole state of the run as `save_dir/tag` (default tag: global_step{N}), durably. Call it right after
         a `step()` that updates. Every rank calls it; if one rank fails, every rank raises.
 
-        With tiered_zero.checkpoint.async, a save of state in memory goes on in the background. `flush()`, `close()` and
-        the next save or load wait for it and raise its error.
+        With tiered_zero.checkpoint.async, a save of a run with one rank continues in the background, unless
+        checkpoint.in_place is set. `flush()`, `close()` and the next save or load wait for the save and raise its
+        error.
 
-        `client_state`: your own plain values, tensors and arrays; rank 0's is saved. `save_latest`: let the file
-        `latest` name this tag. `exclude_frozen_parameters`: leave frozen parameters out; load with
-        load_module_strict=False. Raises ModelError, StoreError and TransferError; training can go on then.
+        `client_state`: your own plain values, tensors and arrays; rank 0's is saved. `save_latest`: write the tag's
+        name to the file `latest`. `exclude_frozen_parameters`: leave frozen parameters out; load such a save with
+        load_module_strict=False. Raises ModelError, StoreError or TransferError; training can continue then.
         """
 
         def begin() -> tuple[int, str]:
@@ -250,18 +253,19 @@ class Engine(DeepSpeedNames):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Load the checkpoint `load_dir/tag` and continue from its step. Without a tag, load the one that the file
-        `latest` names, or else the newest complete one. Return its path and client_state; (None, {}) if `load_dir` is
-        missing or empty. If it holds only other files, raise StoreError. Every rank calls it. The number of ranks may
-        differ from that of the save.
+        """Load the checkpoint `load_dir/tag` and continue from its step. Without a tag, load the checkpoint that the
+        file `latest` names. If that cannot be loaded, load the newest complete one. Return its path and client_state;
+        (None, {}) if `load_dir` is missing or empty. Every rank calls this. The number of ranks may differ from that of
+        the save.
 
         `load_module_strict`: False ignores missing and unexpected parameters and buffers. `load_optimizer_states`:
-        False starts optimizer state anew and keeps the loss scale. `load_lr_scheduler_states`: False keeps the present
-        learning rate schedule. `load_module_only`: True loads only what the module holds, and starts optimizer state
-        anew. `custom_load_fn`: must be None.
+        False resets optimizer state and keeps the loss scale. `load_lr_scheduler_states`: False keeps the current
+        learning rate schedule. `load_module_only`: True loads only the module, and resets optimizer state.
+        `custom_load_fn`: must be None.
 
-        Raises ModelError, ConfigError or StoreError, with nothing changed, if the checkpoint does not fit. If damage is
-        found later, or the scheduler refuses its saved state, this engine cannot be used any more.
+        Raises StoreError if `load_dir` has files but no checkpoint. If the checkpoint does not fit, raises ModelError,
+        ConfigError or StoreError and changes nothing. If values are damaged, or the scheduler refuses its saved state,
+        the engine cannot be used any more.
         """
         if custom_load_fn is not None:
             raise ModelError(
@@ -286,7 +290,7 @@ class Engine(DeepSpeedNames):
 
     @property
     def resumed(self) -> tuple[Path, dict[str, Any]] | None:
-        """The path and client_state of the checkpoint that tiered_zero.checkpoint.resume has loaded, or None."""
+        """The path and client_state of the checkpoint loaded by the setting tiered_zero.checkpoint.resume, or None."""
         return self._run.checkpoints.resumed
 
     # -- weights -------------------------------------------------------------------------------------------------------
@@ -301,12 +305,13 @@ class Engine(DeepSpeedNames):
         *,
         max_shard_size: int | str = MAX_SHARD_NBYTES,
     ) -> bool:
-        """Write parameters, in the dtype of training, and buffers to safetensors files in `save_dir`. transformers'
-        `from_pretrained(save_dir)` and plain torch load them. Rank 0 writes; at stage 3 every rank calls this.
+        """Write parameters, in their training dtype, and buffers to safetensors files in `save_dir`. transformers'
+        `from_pretrained(save_dir)` and the library safetensors can load them. Rank 0 writes; at stage 3 every rank
+        calls this.
 
-        `exclude_frozen_parameters`: whether frozen parameters are left out. `max_shard_size`: the most bytes of a file,
-        as a number or text such as "5GB"; a larger model is split, with an index. Files of an earlier save are replaced
-        at the end.
+        `exclude_frozen_parameters`: whether frozen parameters are left out. `max_shard_size`: the most bytes of one
+        file, as a number or text such as "5GB"; a larger model is split into files with an index. At the end, these
+        files replace those of an earlier save.
         """
         directory = _directory("save_16bit_model", save_dir)
         ranks, is_sharded = self._step.runtime.collectives, self._run.plan.request.shards_params
@@ -357,13 +362,13 @@ class Engine(DeepSpeedNames):
     @on_one_thread
     def peek(self, name: str, kind: str = "master") -> torch.Tensor | None:
         """Return the master, the gradient or a state tensor of one parameter, copied to the CPU from any tier. This
-        waits for every update and reads whole sub-groups: it is too slow for every step.
+        waits for every update and reads whole sub-groups, so it is too slow for every step.
 
         `kind`: "master", "grad" (between backward and `step()`, without the loss scale), or a state tensor's name in
         torch's optimizer, such as "exp_avg". Masters and gradients are fp32 in the parameter's shape; state has torch's
-        dtype and shape. Returns None for a frozen parameter, for state before the first step, and without a gradient.
-        Raises ModelError for an unknown `name` or `kind`, and for "grad" if `param.grad` cannot be read. If state is
-        sharded (many ranks, stage 1 and up), every rank calls it.
+        dtype and shape. Returns None for a frozen parameter, for state before the first step, and for a missing
+        gradient. Raises ModelError for an unknown `name` or `kind`, and for "grad" if `param.grad` cannot be read. If
+        state is sharded (many ranks, stage 1 and up), every rank calls it.
         """
         param = self._named(name)
         if kind == "master":
@@ -374,9 +379,9 @@ class Engine(DeepSpeedNames):
     def poke(self, name: str, kind: str, value: torch.Tensor) -> None:
         """Set the value that `peek(name, kind)` returns. The next step uses it.
 
-        With a new master, the parameter becomes `value` rounded to its dtype. State in a lossy `state_format` is
-        rounded. Raises ModelError if the parameter has no such value. Every rank calls this, and rank 0's `value` is
-        set.
+        If `kind` is "master", the parameter is also set, to `value` rounded to the parameter's dtype. State in a lossy
+        `state_format` is rounded. Raises ModelError if the parameter has no such value. Every rank calls this; all get
+        rank 0's `value`.
         """
         param = self._named(name)
         if kind == "master":
@@ -397,12 +402,12 @@ class Engine(DeepSpeedNames):
     # -- control -------------------------------------------------------------------------------------------------------
 
     def train(self, mode: bool = True) -> Engine:
-        """Set the module's training mode, as `nn.Module.train`."""
+        """Set the module's training mode, as `nn.Module.train` does."""
         self.module.train(mode)
         return self
 
     def eval(self) -> Engine:
-        """Set the module's evaluation mode, as `nn.Module.eval`."""
+        """Set the module to evaluation mode, as `nn.Module.eval` does."""
         return self.train(False)
 
     @on_one_thread
@@ -422,8 +427,8 @@ class Engine(DeepSpeedNames):
     @on_one_thread
     @runs_outside_modes
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of this step so far. Right after a `step()` that only counted a micro-batch, do nothing:
-        `abort_step()` drops them. Raises ModelError if updates from these gradients have begun.
+        """Drop this step's gradients. Do nothing right after a `step()` that only counted a micro-batch; `abort_step()`
+        drops gradients there too. Raises ModelError if updates from these gradients have begun.
 
         `set_to_none`: False sets gradients to 0, as in plain PyTorch.
         """
@@ -436,9 +441,9 @@ class Engine(DeepSpeedNames):
         self._step.abort_step()
 
     def close(self) -> None:
-        """Free every tier, stop every thread, remove the swap directory. A second call does nothing. Parameters off the
-        device lose their values: call `module.state_dict()` before. Raises EngineFailedError, with everything freed, if
-        an update has failed and no call has raised its error."""
+        """Free every tier, stop every thread, and remove swap directories without a commit. A second call does nothing.
+        Parameters off the device lose their values: call `module.state_dict()` first. At the end, raises
+        EngineFailedError if an update has failed and no call has raised its error."""
         if not self._process.is_current():
             return  # a forked child owns nothing
         step = self._step
@@ -455,7 +460,7 @@ class Engine(DeepSpeedNames):
                 step.end_hold()
 
     def _inspect(self) -> TrainStep:
-        """Return the parts that tests inspect, through tests/support/inspection."""
+        """Return the `TrainStep`. Only tests/support/inspection calls this."""
         return self._step
 
     def __enter__(self) -> Engine:
@@ -469,13 +474,13 @@ class Engine(DeepSpeedNames):
 
 
 def _count_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Count the elements of `input_ids`, or of the first argument, if they are integers; else return 0."""
+    """Return the number of elements of `input_ids`, or else of the first argument; 0 if they are not integers."""
     ids = kwargs.get("input_ids", args[0] if args else None)
     return ids.numel() if isinstance(ids, torch.Tensor) and ids.dtype in (torch.int64, torch.int32) else 0
 
 
 def _directory(call: str, given: object) -> Path:
-    """Return `given`, the directory argument of engine.`call`(), as a Path. Raises ModelError if it is not a path."""
+    """Return the directory `given` as a Path. Raises ModelError, which names the method `call`, if it is not a path."""
     if not isinstance(given, str | os.PathLike) or not os.fspath(given):
         raise ModelError(f"engine.{call}() expects the path of a directory; found {given!r:.200}.")
     return Path(given)

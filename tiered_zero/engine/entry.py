@@ -1,4 +1,4 @@
-"""Admit calls of an engine, check that its model is the same, and count its steps."""
+"""Check calls of an engine and the parameters of its model, and count its steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tiered_zero.update.policy import UpdatePolicy
 
 @dataclass(frozen=True, kw_only=True)
 class Movers:
-    """The objects that move bytes; `TrainStep` orders what they do. `reducer`: None with one rank. `activations`: None
+    """The objects that move bytes. `TrainStep` calls them in order. `reducer`: None with one rank. `activations`: None
     if saved activations stay on the device. `drain`: blocks until lanes and disk are idle. `reclaim`: releases the
     staging buffers that a failed call had leased."""
 
@@ -49,7 +49,7 @@ class Movers:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineParts:
-    """What an engine holds. `optimizer`: None if the engine only evaluates. `observers`: called with each step's
+    """The parts of an engine. `optimizer`: None if the engine only evaluates. `observers`: called with each step's
     report."""
 
     module: nn.Module
@@ -64,8 +64,8 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def on_one_thread(method: _Method) -> _Method:
-    """Decorate a method of the engine. A call of it raises ModelError if another thread uses the engine, or if a
-    forward, backward or step is running. See [Note: Interrupted calls]."""
+    """Decorate a method of the engine. The method then raises ModelError if another thread uses the engine, or if a
+    forward, backward or step is running (`peek` is allowed then). See [Note: Interrupted calls]."""
 
     @wraps(method)
     def entered(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -91,12 +91,12 @@ class ModelParameters:
         self._trains = trains
         self._params = list(model.parameters())  # kept alive, so that no new object gets their identity
         self._names = {id(param): name for name, param in model.named_parameters()}
-        """The identity of each parameter -> its name, in the order of the model."""
+        """id() of each parameter -> its name, in the order of the model."""
         self._trainable = {id(param) for param in self._params if param.requires_grad}
 
     def check(self) -> None:
-        """Raise ModelError if a parameter was replaced or removed. In a run that trains, also raise it if a parameter
-        requires a gradient now and did not when the run began."""
+        """Raise ModelError if a parameter was replaced or removed. In a run that trains, also raise ModelError if a
+        parameter requires a gradient but did not when the run began."""
         named = dict(self.model.named_parameters())
         kept = [id(param) for param in named.values() if id(param) in self._names]
         for place, (identity, name) in enumerate(self._names.items()):
@@ -125,8 +125,8 @@ class ModelParameters:
 
 @final
 class StepCounts:
-    """Holds the numbers of backward passes, micro-batches and steps. Decides whether a `step()` is a boundary: whether
-    it updates the weights. Used on the driver thread."""
+    """Counts backward passes, micro-batches and steps. Decides whether a `step()` is a boundary, which means that it
+    updates the weights. Used on the driver thread."""
 
     def __init__(self, num_micro_batches: int, *, managed: bool = True) -> None:
         """`managed`: managed_gradient_accumulation of the config. If False, every `step()` is a boundary."""
@@ -135,22 +135,23 @@ class StepCounts:
         self.micro_steps = 0
         self.global_steps = 0
         self.grad_check: GradCheck | None = None
-        """The gradient check of the last step."""
+        """The result of the last gradient check; None before the first."""
         self.boundary: bool | None = None
-        """Whether each `step()` is a boundary, as set by the user. None: every `num_micro_batches`-th is one."""
+        """Whether each `step()` is a boundary, if the user has set this. None: every `num_micro_batches`-th `step()` is
+        one."""
         self.num_backwards = 0
-        """Backwards since the last `step()`."""
+        """The number of `engine.backward()` calls since the last `step()`."""
         self.is_accumulating = False
         """Whether the last `step()` only counted a micro-batch."""
         self.was_applied = False
         """Whether the last `step()` updated the weights."""
         self._one_backward_each = True
-        """Whether every micro-batch so far had one backward, with `step()` right after it."""
+        """Whether every micro-batch so far had one backward, and no weights were used between backward and `step()`."""
         self._num_uses = 0
         """The pager's count of uses of weights when the last backward ended."""
 
     def is_boundary(self) -> bool:
-        """Whether the next `step()` updates the weights."""
+        """Return whether the next `step()` updates the weights."""
         if not self._managed:
             return True
         return (self.micro_steps + 1) % self.num_micro_batches == 0 if self.boundary is None else self.boundary
@@ -165,7 +166,7 @@ class StepCounts:
         self._num_uses = num_uses
 
     def check_managed(self, num_own_backwards: int) -> None:
-        """Raise ModelError if the user's loop accumulates gradients by itself: its loss would be divided twice.
+        """Raise ModelError if the user's loop accumulates gradients itself, because its loss would be divided twice.
         `num_own_backwards`: calls of `loss.backward()` since the last `step()`."""
         num_backwards = self.num_backwards + num_own_backwards
         if self._managed and self.boundary is None and 1 < self.num_micro_batches <= num_backwards:
@@ -185,11 +186,11 @@ class StepCounts:
 
     @property
     def next_micro_steps(self) -> int:
-        """`micro_steps` as `end_step` sets it."""
+        """The value to which `end_step` sets `micro_steps`."""
         return self.micro_steps + (1 if self._managed else max(1, self.num_backwards))
 
     def end_step(self, check: GradCheck | None = None) -> None:
-        """Count a micro-batch. `check`: the gradient check of a boundary, which is counted as a step."""
+        """Count a micro-batch. At a boundary, also count a step, and keep `check`, the result of its gradient check."""
         self.micro_steps = self.next_micro_steps
         self.num_backwards = 0
         if check is not None:
@@ -208,7 +209,7 @@ class StepCounts:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the counts to `state`, the result of `state_dict()`, which the caller has checked."""
+        """Set the counts to `state`, a result of `state_dict()`. The caller has checked `state`."""
         self.micro_steps, self.global_steps = state["micro_steps"], state["global_steps"]
         self.boundary, self.was_applied = state["boundary"], state["was_applied"]
         if self._managed and self.boundary is None:  # saved with another number of micro-batches
@@ -219,7 +220,7 @@ class StepCounts:
         self.is_accumulating = False
 
     def drop(self) -> None:
-        """Set the count of micro-batches back to the last boundary."""
+        """Set the count of micro-batches back to its value at the last boundary."""
         self.num_backwards = 0
         if self._managed:
             self.micro_steps -= self.micro_steps % self.num_micro_batches
@@ -227,7 +228,8 @@ class StepCounts:
 
 
 def end_unreferenced_run(process: OwnProcess, resources: Teardown) -> None:
-    """Close the `resources` of a run that the user did not close. `process`: the one that built the run."""
+    """Close the `resources` of a run that the user did not close. Do nothing in a process other than `process`, which
+    built the run."""
     if not process.is_current():
         return  # a forked child owns nothing, and has no lane that could end an update
     if threading.current_thread() is threading.main_thread():

@@ -1,4 +1,4 @@
-"""Run the parts of a step in order: only this file knows parameters, gradients and updates together."""
+"""Run the parts of a step in order. Only this file uses parameters, gradients and updates together."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ NO_OPTIMIZER = (
 
 
 class TrainStep:
-    """Runs the parts of one engine's steps in order, and holds no reference to the engine.
+    """Runs the parts of one engine's steps in order. Holds no reference to the engine.
 
-    Module hooks, parameters and the engine call it, on the driver thread, or on autograd's thread while the driver
-    waits in backward. If a forward fails, it ends that forward's uses of units. If another call fails, it drops the
-    step, and latches the engine if the update has begun.
+    Module hooks, parameters and the engine call it on the driver thread, or on autograd's thread during backward. If a
+    forward fails, its units are released. If another call fails, the step is dropped; if the update had begun, later
+    calls raise EngineFailedError.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class TrainStep:
         self._optimizer_in_backward = choice.optimizer_in_backward
         self._warned_of_no_gradient = False
         self.hold: ExitStack | None = None
-        """Defers KeyboardInterrupt: from a backward that begins updates until the step of these updates has ended."""
+        """Holds back KeyboardInterrupt, from a backward that begins updates until their step has ended; else None."""
         self._handled = 0
         """The id of the exception that the program was handling when it called a module directly."""
         self._ending: weakref.ref[Callable[[], None]] | None = None
-        """The callback that autograd will call at the end of the user's own `loss.backward()`, as long as it exists."""
+        """The callback for the end of the user's own `loss.backward()`. Only autograd keeps the callback alive."""
 
     # -- module hooks, on the driver thread or in a recomputation in backward ------------------------------------------
 
@@ -126,7 +126,7 @@ class TrainStep:
 
     @runs_outside_modes
     def grad_ready(self, param: nn.Parameter) -> None:
-        """Move `param.grad`, complete for this backward, to the tier of the gradients. Called on autograd's thread."""
+        """Move `param.grad`, which this backward has completed, to the gradients' tier. Called on autograd's thread."""
         if not self._trains:
             param.grad = None
             raise ModelError(NO_OPTIMIZER)
@@ -146,7 +146,7 @@ class TrainStep:
     # -- events of parameters, past the engine's calls -----------------------------------------------------------------
 
     def before_weights_read(self) -> None:
-        """Wait for every update, before `gathered`, a state_dict or a copy reads weights."""
+        """Wait for every update. Called before `gathered`, a state_dict or a copy reads weights."""
         self.pager.driver.process.check()
         if not self.pager.is_running() and self.phase.now is Phase.IDLE:
             self.recover()
@@ -154,7 +154,8 @@ class TrainStep:
         self.runtime.accelerator.check_compute()
 
     def before_weights_write(self) -> None:
-        """Wait for every update and drop prefetched state, before user code or a load changes weights or state."""
+        """Wait for every update and drop prefetched state. Called before user code or a load changes weights or
+        state."""
         self.policy.finish(before_write=True)
 
     def latch(self, why: str) -> None:
@@ -163,8 +164,8 @@ class TrainStep:
             self.policy.latch(why)
 
     def pre_state_dict(self, module: nn.Module, *, checks: bool) -> None:
-        """Wait for every update, and keep copies of parameters until the state_dict ends. `checks`: refuse a model with
-        replaced parameters."""
+        """Wait for every update, and keep copies of parameters until the state_dict ends. `checks`: raise ModelError if
+        parameters were replaced."""
         if checks:
             self.parameters.check()
         self.pager.num_uses += 1
@@ -172,8 +173,8 @@ class TrainStep:
 
     def before_use(self, unit: Unit, pass_name: str) -> None:
         """Record that a forward or backward (`pass_name`) is about to gather `unit`. In backward, also reduce
-        gradients: see [Note: Places of reductions]. A frozen unit takes turns with trained ones, as the layer under an
-        adapter does, and does not end them."""
+        gradients; see [Note: Places of reductions]. Ignore a frozen unit: its use does not mean that backward has
+        passed a trained unit."""
         if self._reducer is None or not unit.trainable:
             return
         if pass_name == "backward":
@@ -184,9 +185,9 @@ class TrainStep:
     # -- the engine's calls --------------------------------------------------------------------------------------------
 
     def check_outside(self, call: str, may_recompute: bool = False) -> None:
-        """Raise ModelError if a forward, backward or step() is running: a hook or a signal handler has then made this
-        call. `call`: its name in the message. `may_recompute`: whether a forward inside of a user's `loss.backward()`
-        is allowed."""
+        """Raise ModelError if a forward, backward or step() is running. The call then comes from a hook or a signal
+        handler. `call`: the call's name for the message. `may_recompute`: allow a forward inside a user's
+        `loss.backward()`."""
         now, running = self.phase.now, ""
         if torch._C._current_graph_task_id() != -1 and not (may_recompute and now is Phase.IDLE):
             running = "backward"
@@ -202,8 +203,9 @@ class TrainStep:
             )
 
     def recover(self) -> None:
-        """Drop an unfinished step. An interrupt leaves one, and so does a failed forward or `loss.backward()` without
-        the engine. Each call begins with this. Raises ModelError if a forked child process has to drop a step."""
+        """Drop an unfinished step. It is left by an interrupt, a failed `loss.backward()` or a failed direct call of a
+        module. Each call of the engine begins with this. Raises ModelError if a forked child process has to drop a
+        step."""
         if self.is_closed:
             return
         pager = self.pager
@@ -278,7 +280,7 @@ class TrainStep:
                 self.pager.exit_frame()
 
     def backward(self, loss: torch.Tensor, retain_graph: bool, by_steps: bool) -> None:
-        """Run backward of the scaled `loss`. `by_steps`: divide the loss by the accumulation steps."""
+        """Scale `loss` and run its backward. `by_steps`: divide the loss by gradient_accumulation_steps."""
         self.check(trains=True)
         if not isinstance(loss, torch.Tensor):
             raise ModelError(
@@ -310,15 +312,15 @@ class TrainStep:
             self.counts.end_backward(self.pager.num_uses)
 
     def end_hold(self) -> None:
-        """Stop holding back KeyboardInterrupt, and raise one that was held back. Do nothing while a call runs, or if an
-        update begun in backward waits for its step()."""
+        """Stop holding back KeyboardInterrupt, and raise it if one was held back. Do nothing while a call runs, or if
+        an update begun in backward waits for its step()."""
         is_idle = self.phase.now is Phase.IDLE and not self.policy.is_open
         if self.hold is not None and (self.is_closed or is_idle):
             hold, self.hold = self.hold, None
             hold.close()
 
     def scaled(self, loss: torch.Tensor, by_steps: bool = True) -> torch.Tensor:
-        """Return the loss divided by the accumulation steps (if `by_steps`) and multiplied by the loss scale."""
+        """Return the loss divided by gradient_accumulation_steps (if `by_steps`) and multiplied by the loss scale."""
         num_steps = self.counts.num_micro_batches
         scaled = loss / num_steps if num_steps > 1 and by_steps else loss
         return scaled if self.overflow.scaler is None else scaled.float() * self.overflow.loss_scale
@@ -391,16 +393,16 @@ class TrainStep:
             self.policy.finish()
 
     def abort_step(self) -> None:
-        """Drop the step, as `abort` does, for a user."""
+        """Drop the step at the user's request. Do nothing if the engine is closed."""
         self.recover()
         if not self.is_closed:
             self.abort()
 
     @contextmanager
     def _call(self, phase: Phase) -> Iterator[None]:
-        """Run the block as one call in `phase`. If the block raises, drop the step (after an Exception in a forward,
-        only end its uses of units), and latch the engine if the run cannot go on. Then raise the block's error, or an
-        earlier one that no call has raised yet."""
+        """Run the block as one call in `phase`. If the block raises, drop the step, and latch the engine if the run
+        cannot continue. (If a forward raises an Exception, only release its units.) Then raise the block's error, or an
+        earlier error that no call has raised yet."""
         try:
             self.phase.now = phase
             yield
@@ -420,8 +422,8 @@ class TrainStep:
 
     @contextmanager
     def _pass(self, phase: Phase) -> Iterator[None]:
-        """Run the block as a forward or backward (`phase`). Inside it, `param.grad` is autograd's own attribute;
-        outside, `param.grad` reads and assigns the gradient at its home."""
+        """Run the block as a forward or backward (`phase`). Inside the block, `param.grad` is autograd's own attribute.
+        Outside, `param.grad` reads and sets the gradient in its home."""
         with self._call(phase):
             self.gradients.hide()
             with self.runtime.recorder.span("compute", phase.value):
@@ -431,8 +433,8 @@ class TrainStep:
 
     @property
     def zero_grad_drops(self) -> bool:
-        """Whether `zero_grad` drops gradients. It does not right after a `step()` that only counted a micro-batch, or
-        if updates from the gradients have begun."""
+        """Whether `zero_grad` drops gradients. False right after a `step()` that only counted a micro-batch, and once
+        updates from the gradients have begun."""
         counts = self.counts  # loops call zero_grad() after every step(), also within an accumulation
         has_own = counts.num_backwards > 0 or self.arrivals.num_own_backwards > 0 or not counts.is_accumulating
         return has_own and not self.policy.is_open
@@ -478,14 +480,15 @@ class TrainStep:
             self._drop_gradients()
 
     def _count_step(self, check: GradCheck) -> None:
-        """Count a step that is applied or skipped, and adapt the loss scale. A step that is dropped is not counted.
-        Raises NonFiniteError if training cannot go on."""
+        """Count an applied or skipped step, and adapt the loss scale. Dropped steps are not counted. Raises
+        NonFiniteError if training cannot go on."""
         self.counts.end_step(check)
         self.overflow.count(check, self.counts.global_steps)
 
     def _check_gradients(self, by_optimizer: bool) -> GradCheck:
-        """Average gradients over ranks, and return their norm, clip factor and finiteness. `by_optimizer`: whether the
-        user called `optimizer.step()`; gradients are then clipped only if the config sets gradient_clipping."""
+        """Average gradients over ranks. Return their norm and clip factor, and whether all are finite. `by_optimizer`:
+        whether the user called `optimizer.step()`. If so, gradients are clipped only if the config sets
+        gradient_clipping."""
         loss_scale, counts = self.overflow.loss_scale, self.counts
         # a loop that calls optimizer.step() may clip gradients itself
         clipping = self._clipping if not by_optimizer or self._is_clipping_asked else 0.0
@@ -517,8 +520,8 @@ class TrainStep:
     # -- a backward past the engine ------------------------------------------------------------------------------------
 
     def notice_backward(self) -> None:
-        """Begin to follow a `loss.backward()` of the user. Called before a parameter is fetched and when a gradient
-        arrives. Raises ModelError while another thread is inside the engine."""
+        """Begin to follow a `loss.backward()` that the user has called. Called before a parameter is fetched and when a
+        gradient arrives. Raises ModelError while another thread is inside the engine."""
         phase, driver, task = self.phase, self.pager.driver, torch._C._current_graph_task_id()
         if task == -1:
             if phase.has_own_backward and driver.other() is None:
@@ -598,8 +601,8 @@ class TrainStep:
             self.pager.driver.was_broken_off = False
 
     def _drop_gradients(self, are_taken: bool = False) -> None:
-        """Drop the step's gradients. `are_taken`: whether the update has taken them; if so, drop only those that came
-        later."""
+        """Drop the step's gradients. `are_taken`: whether the update has taken them. If so, drop only gradients that
+        came later."""
         gradients = self.gradients
         self.arrivals.reset()
         gradients.hide()
@@ -610,15 +613,15 @@ class TrainStep:
             gradients.discard()
 
     def _latch_ranks(self, what: str, error: BaseException) -> None:
-        """With many ranks, latch the engine after the call `what` has raised `error` on this rank: the other ranks are
-        in other collectives."""
+        """Latch the engine if there are many ranks. Called after the call `what` has raised `error` on this rank,
+        because the other ranks are then in other collectives."""
         if self._ranks.world_size > 1 and self.failures.error is None:
             self.latch(f"{what} raised {type(error).__name__}, which ends the run on all ranks")
             self._drain()
 
     def _fail_ranks(self, error: BaseException | None) -> None:
-        """End the run on all ranks, after a forward or `loss.backward()` without the engine has failed on this one. Do
-        nothing if such calls run no collectives. `error`: None if the program has caught it."""
+        """End the run on all ranks, because a `loss.backward()` or a direct call of a module has failed on this rank.
+        Do nothing if such calls run no collectives. `error`: None if the program has caught the error."""
         name, reducer = self.phase.now.value, self._reducer
         if reducer is None or not (reducer.shards_params or reducer.is_open):
             return
@@ -632,12 +635,12 @@ class TrainStep:
     # -- the first acts of shutdown ------------------------------------------------------------------------------------
 
     def end_eager_update(self) -> None:
-        """Cancel an update that has begun in backward and still waits for its step()."""
+        """Cancel the update that has begun in backward and still waits for its step(), if there is one."""
         if self.policy.is_open:
             self.policy.drop(self._drain)
 
     def finish_update(self) -> None:
-        """Finish the last update; log its error, if it fails, instead of raising."""
+        """Finish the last update. If it fails, log its error instead of raising it."""
         try:
             self.policy.finish()
         except Exception as error:

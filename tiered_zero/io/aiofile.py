@@ -1,5 +1,5 @@
-"""Move bytes with the package aiofiles: the engine `aiofiles`, for installations without the native library. One
-coroutine carries out a request, in parts. An executor's threads make the system calls."""
+"""Move bytes with the package aiofiles: the engine `aiofiles`, for installations without the native library. A
+coroutine cuts each request into parts. An executor's threads make the system calls for the parts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MAX_TRIES = 16
 
 @final
 class AiofilesTransfer(IOTransfer):
-    """A request that one coroutine carries out on the engine's loop."""
+    """A request that runs as a coroutine on the engine's event loop."""
 
     def __init__(self, engine: AiofilesEngine, file: File, request: Request) -> None:
         super().__init__(engine, file, request)
@@ -44,7 +44,7 @@ class AiofilesTransfer(IOTransfer):
         self._seconds = 0.0
         self._event = threading.Event()
         self.ended = asyncio.Event()
-        """Set at the end of the request, for coroutines, which must not block the loop's thread."""
+        """Set when the request ends. Coroutines await this event, because they must not block the loop's thread."""
 
     def done(self) -> bool:
         return self._event.is_set()
@@ -72,7 +72,8 @@ class AiofilesEngine(IOEngine):
     name = "aiofiles"
 
     def __init__(self, *, direct: bool, alignment: int, settings: IOSettings, io_timeout_s: float) -> None:
-        """Start the thread of the loop. Raises ConfigError if the package is not installed."""
+        """Start the event loop's thread. Raises ConfigError if the thread cannot start or aiofiles cannot be
+        imported."""
         try:
             aiofiles: Any = importlib.import_module("aiofiles.os")
         except ImportError as error:
@@ -108,7 +109,8 @@ class AiofilesEngine(IOEngine):
         return transfer
 
     async def _run(self, transfer: AiofilesTransfer, view: memoryview, earlier: list[AiofilesTransfer]) -> None:
-        """Carry out a request. A sync first waits for the writes `earlier`, and fails if one of them has failed."""
+        """Carry out a request. `earlier`: writes that a sync must wait for. The sync fails if one of these writes has
+        failed."""
         for write in earlier:
             await write.ended.wait()
             transfer.error = transfer.error or write.error  # a write that failed cannot be made durable
@@ -147,14 +149,16 @@ class AiofilesEngine(IOEngine):
         await turn
 
     def _free_worker(self) -> None:
-        """Pass the worker to the part that has waited longest, urgent parts first. Mark it as free if no part waits."""
+        """Pass the worker to the part that has waited longest, urgent parts first. If no part waits, mark the worker as
+        free."""
         if waiting := self._urgent or self._others:
             waiting.popleft().set_result(None)
         else:
             self._num_free += 1
 
     async def _move(self, request: Request, file: File, offset: int, view: memoryview) -> None:
-        """Make the system calls of a part; continue short ones. Raises TransferError, and OSError if a sync fails."""
+        """Make the system calls for a part, until all its bytes are moved. Raises TransferError, and OSError if a sync
+        fails."""
         if request.kind == "sync":
             await self._call(request, file, view, 0, executor=self._executor)
             return
@@ -196,7 +200,7 @@ class AiofilesEngine(IOEngine):
 
 
 def _call(request: Request, file: File, view: memoryview, offset: int) -> int:
-    """Make the system call of a request, on a worker. Return the bytes that it moved. Raises OSError."""
+    """Make the system call of a request, on a worker. Return the number of bytes moved. Raises OSError."""
     if request.kind == "sync":
         file.sync()
         return 0
@@ -211,8 +215,8 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _stop_loop(pid: int, loop: asyncio.AbstractEventLoop) -> None:
-    """Stop the event loop of an I/O engine that was freed. `pid`: the process that made the loop; in a fork of it, do
-    nothing."""
+    """Stop the event loop of an I/O engine that was freed. `pid`: the process that made the loop. Do nothing in a
+    forked child."""
     if os.getpid() == pid and not loop.is_closed():
         with suppress(RuntimeError):  # another thread closed it just now
             loop.call_soon_threadsafe(loop.stop)

@@ -1,5 +1,5 @@
-"""Define the base class of the I/O engines, which move aligned bytes between files and memory. It opens files, checks
-requests, detects requests without progress, and writes the text of every failure."""
+"""Define the base class of the I/O engines, which move aligned bytes between files and memory. The base class opens
+files, checks requests, detects requests without progress, and writes the text of every failure."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ from tiered_zero.system import Descriptor, opened
 
 @dataclass(frozen=True, kw_only=True)
 class IOSettings:
-    """The `aio` section of the configuration. `block_size`: bytes per system call. `queue_depth` x
-    `intra_op_parallelism`, at most 32: the number of workers, and so of system calls in flight."""
+    """The `aio` section of the configuration. `block_size`: bytes that one system call moves; with aiofiles up to four
+    times as many. `queue_depth` x `intra_op_parallelism`, at most 32: the number of workers. Each makes one system call
+    at a time."""
 
     # 2 MiB x 8 is within 5% of the best on an idle machine; a training step takes 3..7% less time with 4 MiB x 16
     block_size: int = 4 * MIB
@@ -37,7 +38,7 @@ class IOSettings:
 
     @property
     def block_nbytes(self) -> int:
-        """`block_size`, rounded up to whole pages, and at most 1 GiB, which one system call can move."""
+        """`block_size`, rounded up to whole pages, and at most 1 GiB, so that one system call can move a block."""
         return min(align_up(max(self.block_size, 1), PAGE_NBYTES), GIB)
 
     @property
@@ -47,7 +48,7 @@ class IOSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A requested transfer, for error texts and the in-flight table. `kind`: "read", "write" or "sync"."""
+    """Describes a transfer, for error texts and the table of requests in flight. `kind`: "read", "write" or "sync"."""
 
     kind: str
     path: str
@@ -64,7 +65,8 @@ _watched: weakref.WeakSet[IOEngine] = weakref.WeakSet()
 
 
 def dump_in_flight(engine: IOEngine) -> str:
-    """Format the engine's unfinished requests as a table, oldest first: age, kind, size, offset, path."""
+    """Return a table, as text, of the engine's oldest unfinished requests (at most 32): age, kind, size, offset,
+    path."""
     requests = sorted(engine.in_flight(), key=lambda entry: -entry[1])
     lines = [f"I/O engine {engine.name}: {len(requests)} requests in flight"]
     for request, age_s in requests[:_MAX_ROWS]:
@@ -82,8 +84,8 @@ def watch(engine: IOEngine) -> None:
 
 
 def dump_on(number: int) -> None:
-    """Print a table of all disk requests in flight to stderr each time the process gets the signal `number`, such as
-    `signal.SIGUSR1`; then call the previous handler. Call this in the main thread."""
+    """Install a handler for the signal `number`, such as `signal.SIGUSR1`. It prints a table of disk requests in flight
+    to stderr, then calls the previous handler. Call this in the main thread."""
 
     def dump(number: int, frame: FrameType | None) -> None:
         for engine in list(_watched):
@@ -126,7 +128,7 @@ def errno_advice(code: int) -> str:
 
 
 def free_text(path: str) -> str:
-    """Describe the free space of the file system that holds, or held, `path`."""
+    """Return a text about the free space of the file system of `path`. The file may be gone."""
     with contextlib.suppress(OSError):
         status = os.statvfs(os.path.dirname(path) or ".")
         return f"{format_nbytes(status.f_bavail * status.f_frsize)} free there"
@@ -134,14 +136,15 @@ def free_text(path: str) -> str:
 
 
 def file_error(act: str, path: str, code: int) -> TransferError:
-    """Return the error of a file operation that failed with errno `code`. `act`: the operation, such as "open"."""
+    """Return a TransferError for a file operation that failed with errno `code`. `act`: the operation, such as
+    "open"."""
     text = f"cannot {act} {path}: {errno_text(code)}; {free_text(path)}. {errno_advice(code)}"
     return _with_errno(text, code)
 
 
 def transfer_error(request: Request, at: int, wanted: int, got: int, code: int) -> TransferError:
-    """Return the error of a request that failed with errno `code`. `at`: the file offset of the block that failed.
-    `wanted`, `got`: the bytes of this block, and how many of them were moved."""
+    """Return a TransferError for a request that failed with errno `code`. `at`: the file offset of the failed block.
+    `wanted`: the number of bytes in this block. `got`: the number moved."""
     if request.kind == "sync":
         what = f"sync of {request.path} failed"
         advice = "Writes since the last sync may be lost: resume from the last checkpoint."
@@ -176,10 +179,12 @@ def memory_address(view: memoryview) -> int:
 # -- the engine --------------------------------------------------------------------------------------------------------
 
 _SLICE_S = 0.25
-"""The longest wait before returning to Python, where signal handlers run (Ctrl-C) and stalls are noticed."""
+"""The longest time in seconds of one blocking wait. Between waits, signal handlers (Ctrl-C) run and stalls are
+detected."""
 
 _POLL_S = 0.005
-"""The shortest wait for a request that seems to hang, because the request may be about to complete."""
+"""The shortest wait in seconds. A request that seems to hang gets this time too, because it may be about to
+complete."""
 
 
 class File:
@@ -194,7 +199,7 @@ class File:
         self._descriptor, self._drain = fd, drain
 
     def allocate(self, nbytes: int) -> None:
-        """Reserve disk blocks up to `nbytes` (posix_fallocate). Raises TransferError if the disk is full."""
+        """Reserve disk blocks for the first `nbytes` of the file. Raises TransferError if the disk is full."""
         try:
             if not self._fallocate(nbytes):
                 self._fill_with_zeros(nbytes)
@@ -203,7 +208,7 @@ class File:
             raise file_error(act, self.path, error.errno or errno.EIO) from error
 
     def _fallocate(self, nbytes: int) -> bool:
-        """Reserve disk blocks up to `nbytes`. Return False if the file system does not support this."""
+        """Reserve disk blocks with posix_fallocate. Return False if the file system does not support this."""
         try:
             os.posix_fallocate(self.fd, 0, nbytes)
         except OSError as error:
@@ -214,7 +219,7 @@ class File:
         return True
 
     def _fill_with_zeros(self, nbytes: int) -> None:
-        """Reserve disk blocks up to `nbytes`: write zeros from the present end of the file on."""
+        """Reserve disk blocks without posix_fallocate: append zeros until the file has `nbytes`."""
         position, end = (align_up(size, self.alignment) for size in (self.size_nbytes(), nbytes))
         with mmap.mmap(-1, MIB) as zeros, memoryview(zeros) as view:
             while position < end:
@@ -252,7 +257,7 @@ class IOTransfer(Transfer):
         self.engine, self.file, self.request = engine, file, request
         self.submitted_s = time.monotonic()
         self.error: TransferError | None = None
-        """The error of a finished request, if it failed."""
+        """The error of a finished request that failed; else None."""
 
     @property
     @abstractmethod
@@ -265,7 +270,7 @@ class IOTransfer(Transfer):
 
     @abstractmethod
     def progressed_s(self) -> float:
-        """Return the time.monotonic() of the request's last progress. For a queued request, return that of the engine's
+        """Return the time (time.monotonic()) of the request's last progress. For a queued request, use the engine's
         last progress."""
 
     def wait(self) -> None:
@@ -294,7 +299,7 @@ class IOEngine(ABC):
     name: str
 
     def __init__(self, *, direct: bool, alignment: int, settings: IOSettings, io_timeout_s: float) -> None:
-        """`direct`: whether to use O_DIRECT. `alignment`: 512 or 4096, as O_DIRECT needs; 1 for buffered files."""
+        """`direct`: whether to use O_DIRECT. `alignment`: 512 or 4096 bytes for O_DIRECT; 1 for buffered files."""
         assert direct or alignment == 1, "buffered files need no alignment"
         self.direct, self.alignment, self.settings = direct, alignment, settings
         self.io_timeout_s = io_timeout_s
@@ -318,8 +323,8 @@ class IOEngine(ABC):
         return File(path, fd, alignment=self.alignment, direct=self.direct, drain=self._drain)
 
     def read(self, file: File, offset: int, into: memoryview, *, urgent: bool = False) -> IOTransfer:
-        """Start to read from `offset` on, until `into` is full. `urgent`: workers take this read before all requests
-        that are not urgent. The caller must limit the number of urgent reads."""
+        """Start to fill `into` with the file's bytes from `offset` on. `urgent`: workers take this read before all
+        requests that are not urgent. The caller must limit the number of urgent reads."""
         if into.readonly:
             raise TransferError(f"read at offset {offset} of {file.path}: the memory to read into is read-only")
         return self._submit("read", file, offset, into, urgent)
@@ -328,7 +333,7 @@ class IOEngine(ABC):
         return self._submit("write", file, offset, data)
 
     def sync(self, file: File) -> IOTransfer:
-        """Start an fdatasync of the file. It waits for all writes to the file that were submitted before."""
+        """Start an fdatasync of the file. The sync waits for all writes to the file that were submitted earlier."""
         return self._submit("sync", file, 0, memoryview(b""))
 
     def in_flight(self) -> list[tuple[Request, float]]:
@@ -376,7 +381,7 @@ class IOEngine(ABC):
 
     @abstractmethod
     def _stop(self, idle: bool) -> None:
-        """End the workers. `idle`: False if some are stuck in a system call and must be abandoned."""
+        """End the workers. `idle`: False if some workers are stuck in a system call and must be abandoned."""
 
     def _submit(self, kind: str, file: File, offset: int, data: memoryview, urgent: bool = False) -> IOTransfer:
         self._check_usable(file)
@@ -393,7 +398,7 @@ class IOEngine(ABC):
         self.check_process(file.path)
 
     def _drain(self, file: File | None = None) -> bool:
-        """Wait until no request of `file` is in flight; None: no request of any file. Return False if one is stuck."""
+        """Wait until no request of `file` (None: of any file) is in flight. Return False if a request is stuck."""
         if self._pid != os.getpid():
             return True
         for transfer in list(self._unfinished):

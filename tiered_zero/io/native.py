@@ -28,8 +28,8 @@ _END_OF_FILE: Final = -1
 _NS: Final = 1_000_000_000
 
 _abandoned: list[object] = []
-"""Engines with a stuck worker, and their transfers. They stay alive, because the kernel may still write to their
-memory."""
+"""Engines with a stuck worker, and their transfers. This list keeps them alive, because the kernel may still write to
+the transfers' memory."""
 
 
 class _Request(ctypes.Structure):
@@ -50,7 +50,7 @@ class _Request(ctypes.Structure):
 
 @final
 class _Library:
-    """The functions of direct_io.c. Those that may block release the GIL."""
+    """The functions of direct_io.c. Functions that may block release the GIL."""
 
     def __init__(self, path: Path) -> None:
         releasing, holding = load(path), ctypes.PyDLL(str(path))  # releasing the GIL costs more than a short call
@@ -127,7 +127,7 @@ class NativeTransfer(IOTransfer):
 
 @final
 class NativeEngine(IOEngine):
-    """Moves bytes on threads in C. They need no GIL, so the rate holds while Python code computes."""
+    """Moves bytes with C threads. They need no GIL, so the transfer rate does not drop while Python code computes."""
 
     name = "native"
 
@@ -145,7 +145,8 @@ class NativeEngine(IOEngine):
             raise ConfigError(f"its {settings.num_workers} threads cannot be started: {errno_text(code)}")
 
     def collect(self, transfer: NativeTransfer) -> None:
-        """Remove a finished transfer from `_unfinished`, and latch the engine if it failed. Idempotent; any thread."""
+        """Remove a finished transfer from `_unfinished`, and latch the engine if it failed. Idempotent; any thread may
+        call it."""
         with self._lock:
             if transfer in self._unfinished:
                 transfer.complete_io()
@@ -161,7 +162,7 @@ class NativeEngine(IOEngine):
         return transfer
 
     def _check_usable(self, file: File) -> None:
-        """Remove finished transfers from `_unfinished`, then raise if the engine or the file cannot be used."""
+        """Remove some finished transfers from `_unfinished`, then raise if the engine or the file cannot be used."""
         if not self._closed and self._pid == os.getpid():
             failed = self.library.failed(self.pool)  # after a failure all of them, else the oldest two
             for transfer in list(self._unfinished) if failed else self._oldest():
@@ -181,8 +182,8 @@ class NativeEngine(IOEngine):
 
 
 def _end_pool(pid: int, library: _Library, pool: ctypes.c_void_p, still_open: list[ctypes.c_void_p]) -> None:
-    """Free the thread pool of a collected engine. `still_open`: holds the pool if its threads must be stopped first; []
-    if they are stopped. Do nothing in a process other than `pid`."""
+    """Free the thread pool of an engine that was garbage-collected. `still_open`: [`pool`] if its threads must be
+    stopped first; [] if they have stopped. Do nothing in a process other than `pid`."""
     if pool and os.getpid() == pid:
         while still_open:
             library.close_pool(still_open.pop(), 0)

@@ -33,7 +33,8 @@ _LOCAL = frozenset(
     "bcachefs btrfs devtmpfs erofs exfat ext2 ext3 ext4 f2fs fuseblk hfsplus jffs2 jfs msdos nilfs2 ntfs ntfs3 overlay "
     "ramfs reiserfs tmpfs ubifs udf vfat xfs zfs".split()
 )
-"""File systems that only one machine writes to. On all others, locks of another machine may be invisible."""
+"""Types of file systems that only one machine uses at a time. On other types, locks of another machine may be
+invisible."""
 
 _WARNINGS = {
     "tmpfs": "is RAM-backed (tmpfs): what is swapped there takes host memory, and nothing is gained",
@@ -49,8 +50,8 @@ def is_local(fstype: str | None) -> bool:
 
 
 def preflight_directory(path: str | os.PathLike[str], key: str = "nvme_path") -> list[str]:
-    """Check that a directory can hold swap files, and return warnings as text. `key`: the config key that names it.
-    Raises ConfigError, with a remedy, if it is missing, no directory, or not writable."""
+    """Check that a directory can hold swap files, and return warnings as text. `key`: the config key that names the
+    path. Raises ConfigError, with a remedy, if the path is missing, not a directory, or not writable."""
     directory = os.fspath(path)
     try:
         status = os.stat(directory)
@@ -77,7 +78,7 @@ def preflight_directory(path: str | os.PathLike[str], key: str = "nvme_path") ->
 
 
 def nearest_directory(path: str) -> str:
-    """Return `path`, or the nearest directory above it, that exists."""
+    """Return `path` if it is a directory, else the nearest existing directory above it."""
     path = os.path.abspath(os.path.expanduser(path))
     while not os.path.isdir(path):
         path = os.path.dirname(path)
@@ -85,7 +86,7 @@ def nearest_directory(path: str) -> str:
 
 
 def filesystem_warnings(directory: str, fstype: str | None) -> list[str]:
-    """Return warnings about the file system of a directory. `fstype`: its type; None, if unknown, gives no warnings."""
+    """Return warnings about the file system of a directory. `fstype`: the file system's type; None if unknown."""
     text = _WARNINGS.get(fstype or "")
     if fstype is not None and not is_local(fstype):
         text = f"is on a network file system ({fstype}), or one not known to be local: expect latency, use a local disk"
@@ -95,7 +96,7 @@ def filesystem_warnings(directory: str, fstype: str | None) -> list[str]:
 
 
 def filesystem_type(path: str | os.PathLike[str], mounts: Path = _MOUNTS) -> str | None:
-    """Return the type of the mount that holds `path` ("ext4", "tmpfs", ...), as proc(5) describes; None if unknown."""
+    """Return the type of the file system that holds `path`, such as "ext4"; None if unknown. `mounts`: see proc(5)."""
     try:
         lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     except OSError:
@@ -119,10 +120,10 @@ ENGINES: dict[str, Callable[..., IOEngine]] = {
 """Engines by name, best first."""
 
 _ACCESS = ((True, 512), (True, PAGE_NBYTES), (False, 1))
-"""Pairs (whether to use O_DIRECT, alignment), in the order in which they are tried."""
+"""Pairs (whether to use O_DIRECT, alignment in bytes), in the order in which they are tried."""
 
 PROBE_PREFIX = ".tiered-zero-probe-"
-"""Prefix of the temporary files by which engines are tried. A process that is killed may leave one."""
+"""The name prefix of the temporary files with which engines are tried. A killed process may leave such a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,8 +186,8 @@ def select_reader(*paths: str | os.PathLike[str], settings: IOSettings) -> IOEng
 def _first_working(
     names: Sequence[str], settings: IOSettings, io_timeout_s: float, trial: Callable[[IOEngine], None]
 ) -> tuple[IOEngine | None, list[str]]:
-    """Return the first engine that passes `trial`, open, or None; and one line of text for each trial that failed.
-    `names`: the engines, best first. `trial`: raises TransferError if the engine does not work."""
+    """Return the first engine that passes `trial`, or None if no engine does. Also return one line of text for each
+    failed trial. `names`: the engines, best first. `trial`: raises TransferError if the engine does not work."""
     working, reasons = [*names], list[str]()
     for direct, alignment in _ACCESS:
         for name in [*working]:
@@ -268,9 +269,9 @@ def fill_file(path: str, nbytes: int, seconds: float = math.inf) -> int:
 
 
 def weigh_directories(engine: IOEngine, directories: Sequence[Path], nbytes: int) -> list[float]:
-    """Measure the speed of directories with temporary files. Return each directory's share of the data, in proportion
-    to its speed; the shares sum to 1. All shares are equal if the highest rate is at most a quarter above the lowest.
-    Raises TransferError, OSError."""
+    """Measure the speed of directories with temporary files. Return each directory's share of the data, proportional to
+    its speed; the shares sum to 1. All shares are equal if the fastest directory is at most 25% faster than the
+    slowest. Raises TransferError, OSError."""
     size_nbytes = min(_WEIGHED_NBYTES, align_up(nbytes // len(directories), MIB))
     rates = []
     for directory in directories:

@@ -1,11 +1,12 @@
 """Write and read the data files of a store: spread a store over several files, append records to a new file, verify
 checksums.
 
-A store has one data file in each of its directories. Its bytes are cut into stripes; a faster disk gets more of them.
+A store has one data file in each of its directories. The store's bytes are cut into stripes; a faster disk gets more
+stripes.
 
-A read is cut into windows: pieces of records that fit into a buffer. At the same time the disk reads the next windows,
-a thread verifies one, and the caller copies the previous one. The buffers stay in the processor's cache: a read of
-1.6 GB takes 0.59 s, and 0.72 s if the disk writes straight into the destination."""
+A read is cut into windows: pieces of records that fit into a buffer. While the disk reads the next windows, a thread
+verifies one window and the caller copies the previous one. Because the buffers stay in the processor's cache, a read of
+1.6 GB takes 0.59 s. Without buffers it takes 0.72 s."""
 
 from __future__ import annotations
 
@@ -55,11 +56,11 @@ from tiered_zero.system import map_memory
 DATA_NAME = "data.bin"
 
 PieceRequest = Callable[[File, int, memoryview], IOTransfer]
-"""Starts to read or write one stripe piece: `IOEngine.read` or `IOEngine.write`."""
+"""A function that starts to read or write one stripe piece: `IOEngine.read` or `IOEngine.write`."""
 
 
 class StripePiece(NamedTuple):
-    """Contiguous bytes of a store in one file: `nbytes` bytes at `file_offset` of the file number `file_index`."""
+    """Contiguous bytes of a store in one file: `nbytes` bytes at offset `file_offset` in file number `file_index`."""
 
     file_index: int
     file_offset: int
@@ -68,8 +69,8 @@ class StripePiece(NamedTuple):
 
 @final
 class Stripes:
-    """Maps an address (a byte's number in a store) to a data file and the offset in it. `weights`: the speed of each
-    file's disk, > 0, in any unit; a file's share of the store is in proportion."""
+    """Maps an address (a byte's number in a store) to a data file and an offset in that file. `weights`: the speed of
+    each file's disk, > 0, in any unit. A file's share of the store is proportional to its weight."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         if not weights or min(weights) <= 0:
@@ -80,7 +81,8 @@ class Stripes:
         self._ranks = [self._turn[:place].count(index) for place, index in enumerate(self._turn)]
 
     def pieces(self, offset: int, nbytes: int) -> Iterator[StripePiece]:
-        """Cut the addresses `[offset, offset + nbytes)` into pieces that lie in one file each. Yield them in order."""
+        """Cut the addresses `[offset, offset + nbytes)` into pieces. Yield the pieces in order. Each piece lies in one
+        file."""
         if len(self.weights) == 1:
             yield StripePiece(0, offset, nbytes)
             return
@@ -156,7 +158,7 @@ class StripedFiles:
         return opened
 
     def grow(self, capacity_nbytes: int) -> None:
-        """Enlarge the files to `capacity_nbytes` in total, with reserved disk blocks. Raises StoreError."""
+        """Enlarge the files to `capacity_nbytes` in total, and reserve their disk blocks. Raises StoreError."""
         for file, nbytes in zip(self._files, self.stripes.file_nbytes(capacity_nbytes), strict=True):
             try:
                 file.allocate(nbytes)
@@ -172,8 +174,8 @@ class StripedFiles:
         return self.stripes.locate([file.path for file in self._files], offset)
 
     def submit(self, request: PieceRequest, offset: int, memory: memoryview, transfers: list[IOTransfer]) -> None:
-        """Start to transfer `memory` from or to the address `offset`, one transfer for each stripe piece. `request`:
-        IOEngine.read or IOEngine.write. `transfers`: receives each transfer as it starts."""
+        """Start to read or write `memory` at the address `offset`, with one transfer for each stripe piece. `request`:
+        IOEngine.read or IOEngine.write. `transfers`: each started transfer is appended to this list."""
         start = 0
         for index, at, nbytes in self.stripes.pieces(offset, len(memory)):
             # one by one: the caller must wait for those that have started, even if a later one raises
@@ -181,7 +183,7 @@ class StripedFiles:
             start += nbytes
 
     def sync(self) -> list[IOTransfer]:
-        """Start an fsync of every file, and return the transfers."""
+        """Start an fdatasync of every file, and return the transfers."""
         return [self.engine.sync(file) for file in self._files]
 
     def close(self) -> None:
@@ -203,7 +205,7 @@ def check_data_files(paths: Sequence[Path], stripes: Stripes, capacity_nbytes: i
 
 
 def _fault(name: Path, nbytes: int) -> str:
-    """Return what is wrong with the data file `name`, such as "is missing"; "" if it has at least `nbytes` bytes."""
+    """Return the fault of the data file `name`, such as "is missing"; "" if the file has at least `nbytes` bytes."""
     try:
         with open_of_owner(name) as fd:
             with suppress(OSError):  # drop cached pages, so that reads come from the disk
@@ -223,15 +225,15 @@ NUM_BUFFERS: Final = 12
 """The number of read buffers, 24 MiB together. A load takes 11% longer with 8 buffers, and 9% longer with 16."""
 
 _READ_BLOCKS: Final = IOSettings(block_size=MIB)
-"""The settings of reads, with blocks of 1 MiB. With 4 MiB a load is slower, because a late block delays all windows
-after it."""
+"""The settings for reads, with blocks of 1 MiB. With blocks of 4 MiB a load is slower, because a late block delays all
+later windows."""
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class RecordFiles:
-    """One store (a set of data files) to read. `paths`: its files; the caller has checked their sizes.
-    `contents`: its table of records."""
+    """A store (a set of data files) to read. `paths`: the data files; the caller has checked their sizes. `contents`:
+    the store's table of records."""
 
     paths: Sequence[Path]
     contents: Contents
@@ -239,7 +241,8 @@ class RecordFiles:
 
 class Wanted(NamedTuple):
     """A request for the bytes `[start, stop)` of the record `name` in store number `store`. `take(at, memory)`: called
-    for each part of these bytes. `memory` holds the part from byte `start + at` on; it is valid during the call."""
+    for each part of these bytes. `memory` holds the part from byte `start + at` on, and is valid only during the
+    call."""
 
     store: int
     name: str
@@ -251,7 +254,7 @@ class Wanted(NamedTuple):
 @final
 @dataclass(eq=False, kw_only=True)
 class Reading:
-    """The requests of one `submit` call. `num_left`: the number of `take` calls that have not been made yet."""
+    """The requests of one `submit` call. `num_left`: the number of `take` calls still to be made."""
 
     num_left: int = 0
 
@@ -259,9 +262,9 @@ class Reading:
 @final
 @dataclass(eq=False, kw_only=True)
 class _Window:
-    """A span (contiguous bytes of a record) and the buffer into which it is read. `wanted`: the requests for bytes of
-    the span, each with its `Reading`. `verified`: completes when the span is read and verified. `broken`: texts about
-    the damaged ranges of the span, known after `verified`."""
+    """A span (contiguous bytes of a record), and the buffer into which the span is read. `wanted`: the requests for
+    bytes of the span, each with its `Reading`. `verified`: completes when the span is read and verified. `broken`: one
+    text for each damaged range of the span; complete when `verified` completes."""
 
     store: int
     name: str
@@ -276,7 +279,7 @@ class _Window:
         return self.store, self.span.address
 
     def give(self, reading: Reading, one: Wanted) -> None:
-        """Pass this window's part of the request `one` to its `take`."""
+        """Call `one.take` with the bytes of the request `one` that lie in this window."""
         assert self.buffer is not None, "the window was read"
         start, stop = max(self.span.start, one.start), min(self.span.end, one.stop)
         one.take(start - one.start, self.buffer[start - self.span.start : stop - self.span.start])
@@ -294,7 +297,7 @@ class RecordReader:
         self._records = [{record.name: record for record in store.contents.records} for store in stores]
         self._spans: dict[tuple[int, str], list[Span]] = {}
         self._engine: IOEngine | None = None
-        """Reads the files; the first read chooses it."""
+        """The engine that reads the files. The first read chooses it."""
         self._files: dict[int, StripedFiles] = {}
         self._worker: Worker | None = None
         self._free: list[memoryview] = []
@@ -307,7 +310,7 @@ class RecordReader:
 
     @property
     def extents(self) -> dict[tuple[int, str], int]:
-        """(store number, record name) -> the size of the record's slot in bytes."""
+        """The size of each record's slot in bytes. The key is (store number, record name)."""
         return {(at, name): one.extent_nbytes for at, own in enumerate(self._records) for name, one in own.items()}
 
     def submit(self, wanted: Iterable[Wanted]) -> Reading:
@@ -357,7 +360,7 @@ class RecordReader:
         return found
 
     def close(self) -> None:
-        """Wait for reads under way and close the files. Idempotent; a later `submit` opens them again."""
+        """Wait for the reads in flight, and close the files. Idempotent. A later `submit` opens the files again."""
         for window in self._begun:
             if window.verified is not None:
                 wait_quietly(window.verified)
@@ -386,15 +389,15 @@ class RecordReader:
         return spans[first : bisect_left(spans, stop, lo=first, key=attrgetter("start"))]
 
     def _queue(self, store: int, name: str, span: Span) -> _Window:
-        """Return the window of a span. If there is none, queue a new one; it is read once a buffer is free."""
+        """Return the window of a span. If there is none, queue a new window, which is read when a buffer is free."""
         window = _Window(store=store, name=name, span=span)
         if (queued := self._windows.setdefault(window.key, window)) is window:
             self._queued.append(window)
         return queued
 
     def _take_next(self) -> list[str]:
-        """Wait for the oldest window that is being read, and return a text for each of its damaged ranges. If there are
-        none, pass its bytes to the requests."""
+        """Wait for the oldest window that is being read. If no range is damaged, pass its bytes to the requests. Return
+        a text for each damaged range."""
         window = self._begun[0]
         assert window.verified is not None and window.buffer is not None, "begun windows have both"
         window.verified.wait()
@@ -448,8 +451,8 @@ class RecordReader:
         self._worker.submit(window.verified.run)
 
     def _fault(self, window: _Window, start: int, nbytes: int, reason: str) -> str:
-        """Return a text about `nbytes` bytes of the window's record, from byte `start` of the record on. `reason`: what
-        is wrong with them."""
+        """Return an error text for `nbytes` bytes of the window's record, from byte `start` of the record on. `reason`:
+        the fault of these bytes."""
         at, store = window.span.address + start - window.span.start, window.store
         path, offset = self._stripes[store].locate(self._stores[store].paths, at)
         return f"{window.name}: {nbytes} bytes at offset {offset} of {path} {reason}"
@@ -461,8 +464,8 @@ class RecordReader:
 @final
 @dataclass(eq=False, kw_only=True)
 class _Appended:
-    """A record that is being written, from byte `offset` of the file on. `parts`: one list for each `append`. The
-    checksum thread fills it with the ranges that were written."""
+    """A record that is being written. It begins at byte `offset` of the file. `parts`: one list for each `append`. The
+    checksum thread fills the lists with the written ranges."""
 
     offset: int
     nbytes: int = 0
@@ -471,15 +474,15 @@ class _Appended:
 
 @final
 class RecordWriter:
-    """Appends records to one data file. One thread uses it. To keep the file, call `finish` and then `wait_durable`; to
-    abandon it, call `close` alone."""
+    """Appends records to one data file. One thread uses it. To keep the file, call `finish` and then `wait_durable`. To
+    abandon the file, call only `close`."""
 
     def __init__(self, path: Path, *, needed_nbytes: int = 0) -> None:
-        """`path`: the data file; the first `append` makes it. `needed_nbytes`: bytes that will be appended in all; 0 if
+        """`path`: the data file, which the first `append` creates. `needed_nbytes`: bytes to append in total; 0 if
         unknown."""
         self._path = path
         self._engine: IOEngine | None = None
-        """Writes the file. It is this writer's own, so its failure affects no other transfer."""
+        """The engine that writes the file. Only this writer uses it, so a failure affects no other transfer."""
         self._file: File | None = None
         self._nbytes, self._reserved_nbytes, self._needed_nbytes = 0, 0, needed_nbytes
         self._records: dict[str, _Appended] = {}
@@ -487,8 +490,8 @@ class RecordWriter:
         self._hashing: Worker | None = None
 
     def append(self, name: str, memory: memoryview) -> Transfer:
-        """Start to write `memory` (whole pages, page-aligned) to the end of the record `name`: a new record, or the one
-        that was appended to last. The memory must not change until the transfer is done. Raises TransferError, and
+        """Start to append `memory` (whole pages, page-aligned) to the record `name`. The record must be new, or the
+        record of the last `append`. The memory must not change until the transfer is done. Raises TransferError, and
         ConfigError if no I/O engine works."""
         nbytes = len(memory)
         if nbytes == 0 or nbytes % PAGE_NBYTES or memory_address(memory) % PAGE_NBYTES:
@@ -509,7 +512,7 @@ class RecordWriter:
         return transfer
 
     def finish(self) -> Contents:
-        """Wait for all writes, and start the file's fsync. Return the table of its records. Raises OSError."""
+        """Wait for all writes, and start the file's fsync. Return the table of the file's records. Raises OSError."""
         transfers, self._transfers = self._transfers, deque()
         wait_all(transfers)
         if self._file is not None and self._engine is not None:
@@ -527,13 +530,13 @@ class RecordWriter:
         )
 
     def wait_durable(self) -> None:
-        """Wait until the file is durable, and close it. Call it after `finish`. Raises TransferError."""
+        """Wait until the file is durable, and close the file. Call this after `finish`. Raises TransferError."""
         transfers, self._transfers = self._transfers, deque()
         wait_all(transfers)
         self.close()
 
     def close(self) -> None:
-        """Close the file in any state, after all its requests have ended. Idempotent."""
+        """Wait until all requests of the file have ended, and close the file. Idempotent."""
         if self._file is not None:
             self._file.close()
         if self._hashing is not None:
@@ -543,7 +546,7 @@ class RecordWriter:
 
     def _opened(self, nbytes: int) -> tuple[IOEngine, File, Worker]:
         """Return the engine, the file and the checksum thread. The first call makes them. Reserve disk blocks for
-        `nbytes` more."""
+        `nbytes` more bytes."""
         if self._engine is None:
             self._engine = select_engine(self._path.parent).engine
         if self._file is None:
@@ -559,8 +562,8 @@ class RecordWriter:
 
 
 def _hash(memory: memoryview, start: int, ranges: list[Range], completion: Completion) -> None:
-    """Compute the checksums of `memory`, and add its ranges to `ranges`. Then complete `completion`, or fail it with
-    the error. `memory`: a record's bytes from `start` on."""
+    """Compute the checksums of `memory`, and add the hashed ranges to `ranges`. Then complete `completion`; after an
+    error, fail it with this error. `memory`: a record's bytes from `start` on."""
     try:
         ranges.extend(hashed(cut(Range(start, start + len(memory), 0, None)), memory, start))
     except BaseException as error:  # the transfer carries the error; the thread goes on

@@ -1,6 +1,6 @@
-"""Make and lock one run's private sub-directory under each swap path; list runs, and remove those that have ended. The
-file `owner.json` in each sub-directory names the process that owns the run. This process holds a flock on the file
-while it lives."""
+"""Make and lock one run's private sub-directory under each swap path; list runs, and remove ended runs. The file
+`owner.json` in each sub-directory names the process that owns the run. The owner holds a flock on the file until the
+process ends."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ logger = logging.getLogger("tiered_zero")
 PREFIX = "tiered_zero-"
 OWNER_NAME = "owner.json"
 _MOST_NBYTES = 1 << 20
-"""The largest `owner.json` that is read. A real one takes a few thousand bytes at most."""
+"""The largest accepted size of `owner.json` in bytes. A valid file has a few thousand bytes at most."""
 
 _ROOT = Path("/")
 
@@ -70,8 +70,8 @@ PlainPath = Annotated[str, AfterValidator(check_path)]
 
 @final
 class Owner(JsonFile):
-    """The content of `owner.json`: the process that owns a run. `created_s`: when it made or took over the directories,
-    in seconds since the epoch. `note`: the caller's text. `paths`: all directories of the run."""
+    """The content of `owner.json`: the process that owns a run. `created_s`: when this process made or took over the
+    directories, in seconds since the epoch. `note`: the caller's text. `paths`: all directories of the run."""
 
     format_name = "tiered_zero.owner"
 
@@ -86,18 +86,18 @@ class Owner(JsonFile):
     @property
     def is_this_process(self) -> bool:
         """Whether this process is the owner. The answer is valid only while the owner's lock is held, because the
-        system uses pids again."""
+        system reuses pids."""
         return (self.pid, self.host) == (os.getpid(), socket.gethostname())
 
 
 def read_owner_at(dir_fd: int) -> Owner:
-    """Read the owner from the run directory open at `dir_fd`. Raises OSError, StoreError."""
+    """Read the owner from the run directory that is open as `dir_fd`. Raises OSError, StoreError."""
     data = read_file(OWNER_NAME, dir_fd, most_nbytes=_MOST_NBYTES)
     return Owner.decode(data, Path(OWNER_NAME))
 
 
 def read_owner(path: Path) -> Owner:
-    """Read the owner from the run directory `path`. Raises StoreError if it has none."""
+    """Read the owner from the run directory `path`. Raises StoreError if its `owner.json` cannot be read."""
     try:
         with open_directory(path) as fd:
             return read_owner_at(fd)
@@ -159,7 +159,7 @@ class SwapDir:
     Unless `keep` was called, `release`, garbage collection and the interpreter's exit remove the directories."""
 
     def __init__(self, owner: Owner, holds: list[_Hold]) -> None:
-        """Use `create` or `open` instead. `holds`: the locked directory at each of the owner's paths."""
+        """Do not call this: use `create` or `open`. `holds`: one locked directory for each of the owner's paths."""
         self.run_id = owner.run_id
         self.paths = tuple(Path(path) for path in owner.paths)
         self._holds = holds
@@ -170,7 +170,7 @@ class SwapDir:
     @classmethod
     def create(cls, parents: Sequence[Path], *, model: str = "", owner_note: str = "") -> SwapDir:
         """Make and lock `tiered_zero-<run id>` (mode 0700) under each parent. Raises ConfigError if a parent cannot be
-        used, and StoreError for other failures; no directory is then left."""
+        used, and StoreError for other failures. After a failure no directory is left."""
         checked = [Path(os.path.abspath(Path(parent).expanduser())) for parent in parents]
         for parent in checked:
             preflight_directory(parent)
@@ -258,15 +258,15 @@ def _this_process(run_id: str, model: str, note: str, paths: Sequence[str]) -> O
 
 
 def _lock_failure(error: OSError) -> str:
-    """Return a text for the user: why a directory's lock could not be taken, and what to do."""
+    """Return the reason why a directory could not be made or locked, with advice if its file system has no locks."""
     if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
         return f"its file system has no locks ({error_text(error)}); name a directory on a local disk"
     return error_text(error)
 
 
 def _leave(pid: int, holds: list[_Hold], delete: bool) -> None:
-    """Release the locks in `holds`; with `delete`, first remove the directories. Do nothing if this process is not
-    `pid`."""
+    """Release the locks in `holds`. `delete`: whether to remove the directories first. Do nothing in a process other
+    than `pid`."""
     if os.getpid() != pid:
         return
     while holds:
@@ -288,8 +288,8 @@ def _leave(pid: int, holds: list[_Hold], delete: bool) -> None:
 
 
 def make_missing(groups: Mapping[tuple[str, ...], str]) -> None:
-    """Make the swap directories of each store that has none yet, and their parents (mode 0700). `groups`: the
-    directories of each store -> the config key that names them. Raises ConfigError."""
+    """Make the swap directories (mode 0700, with parents) of each store that has no directory yet. `groups`: maps the
+    directories of each store to the config key that names them. Raises ConfigError."""
     for group, key in groups.items():
         paths = [Path(path) for path in group]
         if not any(path.exists() for path in paths):
@@ -330,8 +330,8 @@ _RUN_FILES = (OWNER_NAME, MANIFEST_NAME, NEXT_NAME, DATA_NAME)
 class RunInfo:
     """One run's directory under one swap path.
 
-    `state`: "alive", "dead" or "unknown". `nbytes`: what the directory takes on disk. `age_s`: the seconds since a
-    process made or took over the directory. `pid`: the process that the owner file names; 0 if unknown. `step`: the
+    `state`: "alive", "dead" or "unknown". `nbytes`: the disk space that the directory takes. `age_s`: the seconds since
+    a process made or took over the directory. `pid`: the process that the owner file names; 0 if unknown. `step`: the
     step of the last commit; None without a commit. `resumable`: whether the directory may hold a state to resume.
     `own`: whether this user owns the directory and can read it."""
 
@@ -354,7 +354,8 @@ class RunInfo:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Collected:
-    """What `collect_garbage` did with one run, or would do without `dry_run`. `reason`: a text that says why."""
+    """The result of `collect_garbage` for one run. `removed`: whether the run was removed, or with `dry_run` would be.
+    `reason`: why it was removed or kept."""
 
     run: RunInfo
     removed: bool
@@ -399,8 +400,8 @@ def leftover_notices(parents: Iterable[str], adopted: Container[Path] = ()) -> l
 
 
 def clear_restarted(parents: Iterable[str], note: str) -> None:
-    """Remove the directories of ended processes of this launch (such as a torchrun job), except those with committed
-    state. Called when the launch is restarted. `note`: the launch's name, as in `owner.json`."""
+    """Remove the directories that ended processes of this launch (such as a torchrun job) have left. Keep directories
+    with a committed state. Called when the launch is restarted. `note`: the launch's name, as in `owner.json`."""
     for parent in dict.fromkeys(parents):
         with suppress(StoreError):  # the directory cannot be read: using it will raise
             collect_garbage(Path(parent), note=note)
@@ -409,7 +410,7 @@ def clear_restarted(parents: Iterable[str], note: str) -> None:
 def collect_garbage(
     parent: Path, dry_run: bool = False, committed: bool = False, unknown: bool = False, note: str | None = None
 ) -> list[Collected]:
-    """Remove the directories under `parent` of this user's ended runs. Return what was done with each run. `dry_run`:
+    """Remove the directories of this user's ended runs under `parent`. Return the result for each run. `dry_run`:
     remove nothing. `committed`: also remove runs that can be resumed. `unknown`: also remove runs that may be alive.
     `note`: consider only runs whose `owner.json` has this note; None: all runs. Raises StoreError."""
     found = []
@@ -426,8 +427,8 @@ def collect_garbage(
 
 
 def _collect(run: RunInfo, dry_run: bool, committed: bool, unknown: bool) -> Collected:
-    """Remove one run's directory, unless it must be kept, and return what was done. Only a run with a commit can be
-    taken over by another process, and this removes one only with `committed`. Raises OSError, StoreError."""
+    """Remove one run's directory, unless it must be kept. Return the result. A run that can be resumed is removed only
+    if `committed` is True. Raises OSError, StoreError."""
     if not run.own or run.state == "alive" or (run.state == "unknown" and not unknown):
         return Collected(run=run, removed=False, reason=run.reason)
     if run.resumable and not committed:
@@ -461,8 +462,8 @@ def _collect(run: RunInfo, dry_run: bool, committed: bool, unknown: bool) -> Col
 
 
 def _inspect(path: Path, name: str, parent_fd: int) -> RunInfo:
-    """Return what is known of the run in the directory `name` of the open directory `parent_fd`. Raises
-    FileNotFoundError if it is gone."""
+    """Return the RunInfo of the run directory `name` in the open directory `parent_fd`. Raises FileNotFoundError if
+    `name` is gone."""
     status = os.stat(name, dir_fd=parent_fd, follow_symlinks=False)
     run = RunInfo(
         run_id=name.removeprefix(PREFIX),
@@ -484,7 +485,7 @@ def _inspect(path: Path, name: str, parent_fd: int) -> RunInfo:
 
 
 def _inspect_open(run: RunInfo, fd: int) -> RunInfo:
-    """Return a copy of `run` with what its open directory `fd` says: owner, state, last commit. Raises OSError,
+    """Return a copy of `run`, with owner, state and last commit as found in its open directory `fd`. Raises OSError,
     StoreError."""
     owner, unreadable = None, "there is none"
     try:
@@ -513,8 +514,8 @@ def _committed_state(run: RunInfo, fd: int) -> tuple[int | None, bool]:
 
 
 def _liveness(run: RunInfo, fd: int, owner: Owner | None, unreadable: str) -> tuple[str, str]:
-    """Return `RunInfo.state` and `RunInfo.reason` of a run. `owner`: None if the owner file cannot be read, for the
-    reason `unreadable`."""
+    """Return `RunInfo.state` and `RunInfo.reason` of a run. `owner`: None if the owner file cannot be read.
+    `unreadable`: the reason for that."""
     try:
         if is_locked(OWNER_NAME, fd):
             return "alive", f"process {owner.pid} on {owner.host} holds its lock" if owner else "its lock is held"

@@ -1,10 +1,10 @@
-"""Open, read, lock, write and remove files below a directory's descriptor, safely and durably.
+"""Open, read, lock, write and remove files, safely and durably.
 
-Another user may have put a FIFO, a device or a link under a name that a run uses. Opening a file here never blocks, and
-refuses all but regular files of this user or of the directory's owner.
+Another user may have put a FIFO, a device or a link under a name that a run uses. Therefore `open_file` never blocks,
+and accepts only regular files of this user or of the directory's owner.
 
-A JSON file has a header line (format, version, size and xxh3 of the body) and a body. It may be hostile: sizes, types
-and fields are checked before they are used."""
+A JSON file has a header line (format, version, size and xxh3 of the body) and a body. The file may be hostile, so
+sizes, types and fields are checked before they are used."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 
 def kind_text(mode: int) -> str:
-    """Name the kind of a file, such as "a directory", for messages. `mode`: the file's st_mode."""
+    """Return the kind of a file as text for messages, such as "a directory". `mode`: the file's st_mode."""
     kinds = {stat.S_IFREG: "a file", stat.S_IFDIR: "a directory", stat.S_IFLNK: "a symbolic link"}
     return kinds.get(stat.S_IFMT(mode), "no file")
 
 
 def error_text(error: Exception) -> str:
-    """Format an OSError as "EIO (Input/output error)", without its path; any other error as its own text."""
+    """Return the text of an error. For an OSError the text is like "EIO (Input/output error)", without the path."""
     return errno_text(error.errno) if isinstance(error, OSError) and error.errno else str(error)
 
 
@@ -45,7 +45,8 @@ def error_text(error: Exception) -> str:
 
 
 def open_directory(path: str | Path, dir_fd: int | None = None) -> Descriptor:
-    """Open a directory, below the open directory `dir_fd` if given. Raises OSError, also for a symbolic link."""
+    """Open a directory. `dir_fd`: an open directory to which `path` is relative. Raises OSError, also for a symbolic
+    link."""
     return opened(path, os.O_RDONLY | os.O_DIRECTORY | _SAFE, dir_fd=dir_fd)
 
 
@@ -73,8 +74,8 @@ def open_of_owner(path: Path) -> Descriptor:
 
 
 def read_file(name: str, dir_fd: int, *, most_nbytes: int) -> bytes:
-    """Open a file with `open_file`, and return its bytes. Raises OSError, and StoreError if `open_file` refuses it or
-    it has more than `most_nbytes` bytes."""
+    """Open a file with `open_file`, and return its bytes. Raises OSError. Raises StoreError if `open_file` refuses the
+    file, or if the file has more than `most_nbytes` bytes."""
     with open_file(name, dir_fd) as fd:
         if (size := os.fstat(fd).st_size) > most_nbytes:
             raise StoreError(
@@ -85,7 +86,7 @@ def read_file(name: str, dir_fd: int, *, most_nbytes: int) -> bytes:
 
 
 def names_in(dir_fd: int) -> list[str]:
-    """Return the names in an open directory."""
+    """Return the names of all entries of an open directory."""
     try:
         with open_directory(".", dir_fd) as fd:  # btrfs lists only names that existed when a descriptor was opened
             return os.listdir(fd)
@@ -108,8 +109,8 @@ def disk_nbytes(dir_fd: int) -> int:
 
 
 def lock_file(name: str, dir_fd: int, flags: int = 0) -> Descriptor:
-    """Open a file with `open_file`, to write it, and take an exclusive flock on it. `flags`: more flags for opening.
-    Raises what `open_file` raises, and BlockingIOError if the file is locked."""
+    """Open a file for writing with `open_file`, and take an exclusive flock on it. `flags`: extra flags for opening.
+    Raises the errors of `open_file`, and BlockingIOError if the file is locked."""
     fd = open_file(name, dir_fd, os.O_RDWR | flags)
     try:
         for _ in range(20):  # `is_locked` of another process holds the lock for a moment
@@ -229,10 +230,11 @@ def _remove(name: str, dir_fd: int) -> None:
 # -- JSON files of strict models: manifests, owner files, indexes ------------------------------------------------------
 
 VERSION: Final = 5
-"""The format version of every file. Files of other versions are refused."""
+"""The format version of every JSON file. A file with another version is refused."""
 
 MOST_NBYTES: Final = 1 << 28
-"""The largest size of a file, in bytes. A checksum takes about 45 bytes: enough for several TiB of state."""
+"""The largest size of a JSON file in bytes. A manifest takes about 45 bytes for each checksum of 1 MiB, so it can
+describe several TiB."""
 
 MOST_INTEGER: Final = 2**63 - 1
 """The largest offset, size or step: these are signed 64-bit integers."""
@@ -242,7 +244,7 @@ Digest = Annotated[int, Field(ge=0, le=2**64 - 1)]
 
 
 class StrictModel(BaseModel):
-    """A frozen record. Input must have exactly the declared fields, each of exactly its type."""
+    """An immutable pydantic model. Input may have only the declared fields, each of exactly the declared type."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
@@ -251,12 +253,13 @@ Model = TypeVar("Model", bound="JsonFile")
 
 
 class JsonFile(StrictModel):
-    """A record that is saved as a file of its own. `format_name`: the format's name in the file's header."""
+    """A model that is saved as one JSON file. `format_name`: the format's name in the file's header."""
 
     format_name: ClassVar[str]
 
     def encode(self) -> bytes:
-        """Return the file's bytes. Raises StoreError if the record cannot be JSON, or is larger than `MOST_NBYTES`."""
+        """Return the content of the file. Raises StoreError if the model cannot be encoded as JSON, or takes more than
+        `MOST_NBYTES` bytes."""
         try:
             data = self.model_dump_json().encode()
         except ValueError as error:  # PydanticSerializationError
@@ -272,8 +275,8 @@ class JsonFile(StrictModel):
 
     @classmethod
     def decode(cls: type[Model], data: bytes, path: Path) -> Model:
-        """Return the record from a file's bytes. `path`: the file, for errors. Raises StoreError if the file is
-        damaged, invalid, or of another format or version."""
+        """Return the model that the file's content `data` describes. `path`: the file, for errors. Raises StoreError if
+        the file is damaged, invalid, or of another format or version."""
         expected = f"{path}: expected {cls.format_name} version {VERSION}, found"
         line, _, rest = data.partition(b"\n")
         try:

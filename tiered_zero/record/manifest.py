@@ -1,8 +1,8 @@
 """Define the manifest of a store (a set of data files): the durable table of its records and their checksums.
 
-The store's first directory has two files: `manifest`, the committed state, and `manifest.next`, a prepared one.
-Processes that commit together all prepare, wait for each other, and then confirm. So at any time the directories of all
-processes hold the state of one common step."""
+The store's first directory has the file `manifest` for the committed state, and `manifest.next` for a prepared state.
+Processes that commit together all prepare, wait for each other, and then confirm. So at any time there is one step
+whose state is in the directories of all processes."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ NEXT_NAME: Final = next_path(Path(MANIFEST_NAME)).name
 
 
 class Range(NamedTuple):
-    """The bytes `[start, end)` of a record, which lie in one of the record's slots: the one with the number `slot`.
-    `digest`: their xxh3-64; None if they cannot be verified."""
+    """The bytes `[start, end)` of a record, in the record's slot number `slot`. `digest`: the xxh3-64 of these bytes;
+    None if they cannot be verified."""
 
     start: Count
     end: Count
@@ -48,8 +48,8 @@ class Range(NamedTuple):
 
 @final
 class Record(StrictModel):
-    """A named region of a store (a set of data files). `nbytes`: the size that was asked for. `offsets`: the address of
-    each of its slots (one or two) in the store."""
+    """A named region of a store (a set of data files). `nbytes`: the requested size. `offsets`: the addresses of the
+    record's slots (one or two) in the store."""
 
     name: str
     nbytes: Annotated[Count, Field(gt=0)]
@@ -70,7 +70,8 @@ class Record(StrictModel):
 
 class Contents(StrictModel):
     """The table of a store's records. `capacity_nbytes`: the size of all data files together. `weights`: one number for
-    each data file, in proportion to its share of the store. `ranges`: each record's written ranges, by name."""
+    each data file, proportional to the file's share of the store. `ranges`: the written ranges of each record, by
+    record name."""
 
     capacity_nbytes: Count
     weights: Annotated[tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...], Field(min_length=1)]
@@ -113,7 +114,7 @@ class Manifest(Contents, JsonFile):
     metadata: dict[str, Any] = Field(default_factory=dict)
 
     def is_state(self, step: int | None, metadata: Mapping[str, Any] = MappingProxyType({})) -> bool:
-        """Return whether this is the state of step `step` (None: any step) and has these items in its metadata."""
+        """Return whether this is a state of step `step` (None: any step) that has all items of `metadata`."""
         return step in (None, self.step) and all(self.metadata.get(key) == item for key, item in metadata.items())
 
 
@@ -121,7 +122,8 @@ class Manifest(Contents, JsonFile):
 
 
 CHUNK_NBYTES: Final = MIB
-"""A write is cut at multiples of this, counted from the record's start; each piece gets its own checksum."""
+"""The largest number of bytes with one checksum. A write is cut at multiples of this number, counted from the record's
+start."""
 
 digest: Final[Callable[[bytes | bytearray | memoryview], int]] = xxhash.xxh3_64_intdigest
 """Returns the xxh3-64 of some bytes. Releases the GIL."""
@@ -129,7 +131,7 @@ digest: Final[Callable[[bytes | bytearray | memoryview], int]] = xxhash.xxh3_64_
 
 class Span(NamedTuple):
     """Bytes `[start, end)` of a record that are contiguous in the store, from `address` on. `checks`: the ranges that
-    lie whole in the span; only these can be verified."""
+    lie completely in the span. Only these can be verified."""
 
     address: int
     start: int
@@ -138,8 +140,8 @@ class Span(NamedTuple):
 
 
 def locate(record: Record, ranges: Iterable[Range], start: int, end: int, most_nbytes: int | None = None) -> list[Span]:
-    """Return where the bytes `[start, end)` of a record lie, as spans in order. `ranges`: the record's ranges that hold
-    these bytes. `most_nbytes`: the size limit of a span that joins several ranges; None: no limit."""
+    """Return the spans that hold the bytes `[start, end)` of a record, in order. `ranges`: the record's ranges that
+    hold these bytes. `most_nbytes`: the size limit of a span that joins several ranges; None: no limit."""
     spans: list[Span] = []
     for item in ranges:
         low, high = max(item.start, start), min(item.end, end)
@@ -159,8 +161,8 @@ def locate(record: Record, ranges: Iterable[Range], start: int, end: int, most_n
 
 
 def mismatches(checks: Iterable[Range], memory: memoryview, start: int) -> Iterator[tuple[Range, int]]:
-    """Verify the ranges `checks`. Yield each range whose checksum differs, and the checksum of its bytes in `memory`,
-    which holds the record's bytes from `start` on."""
+    """Verify the ranges `checks`. Yield each range whose checksum differs, with the checksum that was found. `memory`:
+    the record's bytes from `start` on."""
     for item in checks:
         if (found := digest(memory[item.start - start : item.end - start])) != item.digest:
             yield item, found
@@ -172,7 +174,7 @@ def hashed(pieces: Iterable[Range], memory: memoryview, start: int) -> list[Rang
 
 
 def is_same(kept: Sequence[Range], memory: memoryview, start: int) -> bool:
-    """Return whether `kept` (stored ranges) equal, in bounds and checksums, a write of `memory` at byte `start`."""
+    """Return whether a write of `memory` at byte `start` would give the stored ranges `kept` (bounds and checksums)."""
     pieces = cut(Range(start, start + len(memory), 0, None))
     return [item[:2] for item in kept] == [piece[:2] for piece in pieces] and not any(mismatches(kept, memory, start))
 
@@ -188,7 +190,7 @@ class RangeMap:
         return iter(self._ranges)
 
     def overlapping(self, start: int, end: int) -> list[Range]:
-        """Return the ranges that share bytes with `[start, end)`, each as a whole, in order."""
+        """Return the ranges that share bytes with `[start, end)`, in order. They are not cut at `start` and `end`."""
         low, high = self._span(start, end)
         return self._ranges[low:high]
 
@@ -216,8 +218,8 @@ def first_gap(ranges: Iterable[Range | Span], start: int, end: int) -> int | Non
 
 
 def other_slots(durable: Iterable[Range], start: int, end: int) -> Iterator[Range]:
-    """Choose the slots for a write of the bytes `[start, end)`, so that it overwrites no byte of the last commit. Yield
-    ranges in order. `durable`: the ranges of the last commit that overlap `[start, end)`, in order."""
+    """Choose the slots for a write of the bytes `[start, end)`. Yield the ranges to write, in order. They overwrite no
+    byte of the last commit. `durable`: the ranges of the last commit that overlap `[start, end)`, in order."""
     for item in durable:
         if start < item.start:
             yield Range(start, item.start, 0, None)
@@ -252,7 +254,7 @@ def cut(item: Range) -> Iterator[Range]:
 
 
 def load(directory: Path) -> tuple[Manifest | None, Manifest | None]:
-    """Return the committed and the prepared manifest; None for one that is absent. A damaged `manifest.next` counts as
+    """Return the committed and the prepared manifest. Each is None if it is absent. A damaged `manifest.next` counts as
     absent. Raises StoreError if `manifest` is damaged or the directory cannot be read."""
     try:
         with open_directory(directory) as fd:
@@ -285,7 +287,8 @@ def choose(
 
 
 def load_at(dir_fd: int, directory: Path) -> tuple[Manifest | None, Manifest | None]:
-    """Like `load`, for the open directory `dir_fd`. `directory`: its path, for errors. Raises OSError, StoreError."""
+    """Do the same as `load`, for the open directory `dir_fd`. `directory`: the directory's path, for errors. Raises
+    OSError, StoreError."""
     current = None
     with suppress(FileNotFoundError):
         current = _read(dir_fd, directory / MANIFEST_NAME)

@@ -50,10 +50,10 @@ from tiered_zero.system import OwnProcess, map_memory
 from tiered_zero.telemetry.spans import Recorder
 
 _TRANSIENT = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
-"""Errors of a manifest write after which the caller may retry the commit."""
+"""Errnos of a failed manifest write. After one of these the caller may retry the commit."""
 
 _STUCK_S = 5.0
-"""The most seconds that `close` and `drain_all` wait for requests after a failure, because a request may be stuck for
+"""The longest time in seconds for which `close` and `drain_all` wait after a failure. A request may be stuck for
 ever."""
 
 
@@ -61,8 +61,8 @@ ever."""
 class SwapStore:
     """Stores named records on NVMe. One thread drives the store; any thread may wait for its transfers.
 
-    A request is refused if it overlaps one in flight for the same record, unless both are reads. A failed transfer or
-    sync latches the store: every later call raises."""
+    A request is refused if it overlaps another request in flight for the same record. Only two reads may overlap. A
+    failed transfer or sync latches the store: every later call raises."""
 
     def __init__(
         self,
@@ -75,9 +75,10 @@ class SwapStore:
         state: Manifest | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        """Create the data files and reserve their disk space, `capacity_nbytes` (in whole pages) in total. `weights`:
-        the speed of each path, in any unit; equal by default. `state`: open existing files as this manifest describes
-        them (see `recover`). Raises StoreError if the disk is too small; the directory is then removed."""
+        """Create the data files, and reserve `capacity_nbytes` of disk space in total, rounded up to whole pages.
+        `weights`: the speed of each path, in any unit; equal by default. `state`: open existing files that this
+        manifest describes (see `recover`). Raises StoreError if the disk is too small; the directory is then
+        removed."""
         self._is_hashed = checksums == "all"
         stripes = Stripes(weights or (state.weights if state is not None else [1.0] * len(directory.paths)))
         names = [path / DATA_NAME for path in directory.paths]
@@ -88,7 +89,7 @@ class SwapStore:
         self._latch = FailureLatch()
         self._prepared: Manifest | None = None
         self.step = None if state is None else state.step
-        """The step of the last commit."""
+        """The step of the last commit; None before the first."""
         self._recorder = recorder
         self._count_lock = threading.Lock()
         self._nbytes: dict[str, Counter[str]] = {"read": Counter(), "write": Counter(), "unverified": Counter()}
@@ -171,16 +172,16 @@ class SwapStore:
         return self._table.records()
 
     def nbytes(self, kind: Literal["read", "write", "unverified"]) -> dict[str, int]:
-        """Return the bytes that completed requests have moved, by category: a record's name up to its first '/'.
-        `kind`: "unverified" means bytes that were read without verification."""
+        """Return the bytes moved by completed requests, per category (a record's name up to the first '/'). `kind`:
+        "unverified" means bytes that were read without verification."""
         with self._count_lock:
             return dict(self._nbytes[kind])
 
     def read(self, record: Record, into: memoryview, offset: int = 0, *, urgent: bool = False) -> Transfer:
-        """Start to read the record from its byte `offset` on into `into`. Offset, size and address are multiples of a
-        page. `urgent`: whether the I/O engine takes this read before all other requests. Raises StoreError for bytes
-        that were never written. The transfer raises TransferError, and CorruptionError if the bytes differ from what
-        was written."""
+        """Start to fill `into` with the record's bytes from `offset` on. Offset, size and address are multiples of a
+        page. `urgent`: whether the I/O engine takes this read before all requests that are not urgent. Raises
+        StoreError for bytes that were never written. The transfer raises TransferError, and CorruptionError if the
+        bytes differ from what was written."""
         self._check()
         into = memoryview(into).cast("B")
         request = InFlight(kind="read", start=offset, end=offset + len(into))
@@ -199,8 +200,8 @@ class SwapStore:
 
     def write(self, record: Record, data: memoryview, offset: int = 0) -> Transfer:
         """Start to write `data` to the record, from its byte `offset` on. Offset, size and address are multiples of a
-        page. `data` must not change until the transfer is done. Raises StoreError if a second slot is needed and has no
-        space. The transfer raises TransferError."""
+        page. `data` must not change until the transfer is done. Raises StoreError if a second slot is needed and the
+        disk has no space for it. The transfer raises TransferError."""
         self._check()
         data = memoryview(data).cast("B")
         if kept := self._table.kept(record, offset, offset + len(data)):
@@ -237,9 +238,9 @@ class SwapStore:
             raise
 
     def prepare(self, step: int, metadata: Mapping[str, Any]) -> None:
-        """Do the first half of `commit`: make the new state durable next to the last commit. `recover` can open either.
-        Writes to records that take part in commits are refused until `confirm` or `cancel_prepared`. Processes that
-        commit together wait for each other before they call `confirm`.
+        """Do the first half of `commit`: make the new state durable, and keep the last commit. `recover` can open
+        either state. Writes to records that take part in commits are refused until `confirm` or `cancel_prepared`.
+        Processes that commit together wait for each other before they call `confirm`.
 
         Raises StoreError if a record of the commit is being written, or if the manifest does not fit on the disk."""
         self._check()
@@ -304,7 +305,7 @@ class SwapStore:
         self._prepared = None
 
     def revert(self) -> None:
-        """Drop all writes since the last commit from the records that take part in commits."""
+        """Restore all records that take part in commits to their bytes at the last commit."""
         self._check()
         self._table.revert()
 
@@ -317,8 +318,8 @@ class SwapStore:
         self._table.end_all()
 
     def close(self, remove: bool = True) -> None:
-        """Let requests finish, close the files and release the directory. Idempotent. `remove`: False leaves a
-        committed state on disk for `recover`."""
+        """Wait for the requests, close the files and remove the directory. Idempotent. `remove`: if False, keep a
+        committed or prepared state on disk for `recover`."""
         if not self._process.is_current():
             return  # a forked child owns nothing
         for worker in (self._worker, self._hashing):
@@ -340,8 +341,8 @@ class SwapStore:
         finish: Callable[[], None],
     ) -> Transfer:
         """Start one request, and return its transfer. `act`: IOEngine.read or IOEngine.write. `parts`: receives the
-        transfers of all pieces. `finish`: waits for `parts`, then verifies the checksums of a read, or stores those of
-        a write."""
+        transfers of all pieces. `finish`: waits for `parts`, then verifies the checksums of a read, or stores the
+        checksums of a write."""
         begun_s = time.perf_counter()
 
         def work() -> None:
@@ -366,7 +367,7 @@ class SwapStore:
 
     @contextmanager
     def _ended(self, record: Record, request: InFlight, parts: Sequence[IOTransfer]) -> Iterator[None]:
-        """Return a context manager. At the end of its block it removes the request from the table."""
+        """Return a context manager that removes the request from the table at the end of its block."""
         try:
             yield
         except Exception as error:  # not an interrupt (Ctrl-C): the next thread that waits ends the request
@@ -388,7 +389,7 @@ class SwapStore:
             self._table.add_slot(record)
 
     def _resume_text(self) -> str:
-        """Name the state from which a run can resume, for messages."""
+        """Return a text that names the state from which a run can resume."""
         if self.step is None:
             return "the last checkpoint"
         path = self.paths[0]
@@ -403,7 +404,7 @@ class SwapStore:
         self._table.thaw(None)
 
     def _hashed(self, record: Record, ranges: Sequence[Range]) -> Sequence[Range]:
-        """Return `ranges` with their missing checksums, read from disk. Raises TransferError, CorruptionError."""
+        """Return `ranges`; compute missing checksums from the bytes on disk. Raises TransferError, CorruptionError."""
         if all(item.digest is not None for item in ranges):
             return ranges
         with self._latching():
@@ -509,8 +510,7 @@ class _State:
 @final
 class RecordTable:
     """Keeps the table of a store's records: slots, written ranges, requests in flight. Any thread may use it. A write
-    never goes to an extent (a range of the files) that the durable manifest names. So a commit stays whole until the
-    next one is durable."""
+    never overwrites bytes of the last commit. So this commit stays whole until the next commit is durable."""
 
     def __init__(self, capacity_nbytes: int) -> None:
         self._lock = threading.Lock()
@@ -574,13 +574,13 @@ class RecordTable:
             return len(state.record.offsets) > 1
 
     def grow(self, capacity_nbytes: int) -> None:
-        """Set the capacity, after the caller has made the files larger."""
+        """Raise the capacity to `capacity_nbytes`. The caller has already enlarged the files."""
         with self._lock:
             self.extents.grow(capacity_nbytes)
 
     def begin_read(self, record: Record, request: InFlight) -> list[Span]:
-        """Register a read, and return where its bytes lie. Raises StoreError if they were never written or are being
-        written."""
+        """Register a read, and return the spans that hold its bytes. Raises StoreError if some bytes were never written
+        or are being written."""
         start, end = request.start, request.end
         with self._lock:
             state = self._admit(record, request)
@@ -593,7 +593,7 @@ class RecordTable:
             return locate(state.record, ranges, start, end)
 
     def begin_write(self, record: Record, request: InFlight) -> tuple[list[Span], list[Range]]:
-        """Register a write. Return where its bytes go, and its pieces, of which each gets one checksum. Raises
+        """Register a write. Return the spans for its bytes, and its pieces. Each piece gets one checksum. Raises
         StoreError if a request for these bytes is in flight, or if the record is frozen."""
         start, end = request.start, request.end
         with self._lock:
@@ -604,7 +604,7 @@ class RecordTable:
             return locate(state.record, runs, start, end), [piece for run in runs for piece in cut(run)]
 
     def end(self, record: Record, request: InFlight, written: Sequence[Range] = ()) -> None:
-        """Remove a request that has ended or could not start. `written`: the ranges that it has written."""
+        """Remove a request that has ended or could not start. `written`: the ranges that this request has written."""
         with self._lock:
             state = self._states.get(record.name)
             if state is None or request not in state.in_flight:
@@ -614,7 +614,7 @@ class RecordTable:
             state.in_flight.remove(request)
 
     def end_all(self) -> None:
-        """Remove all requests. The caller knows that they have ended."""
+        """Remove all requests from the table. Call this only after waiting for them."""
         with self._lock:
             for state in self._states.values():
                 state.in_flight = []
@@ -635,7 +635,8 @@ class RecordTable:
             return [(state.record, list(state.written)) for state in states]
 
     def durable(self, record: Record, start: int, end: int) -> list[Range]:
-        """Return the ranges in the durable manifest that share bytes with `[start, end)`, each as a whole."""
+        """Return the ranges in the durable manifest that share bytes with `[start, end)`. They are not cut at `start`
+        and `end`."""
         with self._lock:
             durable = self._find(record).durable
             return [] if durable is None else durable.overlapping(start, end)
@@ -646,7 +647,8 @@ class RecordTable:
             self._find(record).written = RangeMap(ranges)
 
     def thaw(self, durable: Mapping[str, Sequence[Range]] | None) -> None:
-        """Allow writes again. `durable`: each record's ranges in the new durable manifest; None without a new one."""
+        """Allow writes again. `durable`: each record's ranges in the new durable manifest; None if there is no new
+        manifest."""
         with self._lock:
             self._frozen = None
             if durable is None:
@@ -655,8 +657,8 @@ class RecordTable:
                 self._states[name].durable = RangeMap(ranges)
 
     def revert(self) -> None:
-        """Revert all records that take part in commits to the last commit. Records that the last commit does not have
-        become empty. Raises StoreError if one of the records is in use or frozen."""
+        """Revert all records that take part in commits to the last commit. A record that is not in the last commit
+        becomes empty. Raises StoreError if one of the records is in use or frozen."""
         with self._lock:
             states = [state for state in self._states.values() if state.record.committed]
             for state in states:

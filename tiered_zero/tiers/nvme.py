@@ -1,4 +1,4 @@
-"""Keep bytes in swap files: the nvme tier."""
+"""Define the nvme tier, which keeps bytes in swap files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tiered_zero.tiers.tier import Slot, StartCopy, Tier, UnitUpdate, as_bytes
 @dataclass(kw_only=True)
 class _Chunk:
     """One read from disk within a fetch. `part`: the device memory to fill, [n] uint8. `offset`: the first byte in the
-    slot. `lease`: the staging buffer, once it is leased. `read`: None until the read begins."""
+    slot. `lease`: the staging buffer; None until it is leased. `read`: the transfer from disk; None until it begins."""
 
     part: torch.Tensor
     offset: int
@@ -37,7 +37,7 @@ class _Chunk:
 class _Fetch:
     """A fetch under way. `target`: the device memory to fill, [n] uint8. `pages`: the whole pages of `target`, if the
     disk can read into them directly; else None. `update`: the update that still writes the record. `is_deferred`:
-    whether the job on the fetch lane leases staging buffers."""
+    whether staging buffers are leased later, by the job on the fetch lane."""
 
     record: Record
     target: torch.Tensor
@@ -61,7 +61,7 @@ def _kind_of(slot: Slot, place: int) -> str:
 
 
 def _memory(buffer: torch.Tensor) -> memoryview:
-    """Return the bytes of a buffer as the store accepts them. The memoryview keeps the buffer's memory alive."""
+    """Return a memoryview of the buffer, for the store. The memoryview keeps the buffer's memory alive."""
     array: Any = buffer.numpy()
     return memoryview(array)
 
@@ -101,7 +101,7 @@ class NvmeTier(Tier):
         return slot
 
     def read(self, slot: Slot, out: torch.Tensor, offset: int = 0, *, urgent: bool = False) -> Transfer:
-        """Read as `Tier.read` says. `urgent`: compute waits for this read; see `IOEngine.read`."""
+        """Start to read a slot; see `Tier.read`. `urgent`: whether compute waits for this read; see `IOEngine.read`."""
         return self.store.read(self._records[slot.name], _memory(out), offset, urgent=urgent)
 
     def write(self, slot: Slot, data: torch.Tensor, offset: int = 0, after: Transfer | None = None) -> Transfer:
@@ -111,8 +111,8 @@ class NvmeTier(Tier):
         return transfer
 
     def _charge(self, slot: Slot, num_places: int) -> None:
-        """Charge the slot's bytes to the ledger once for each place on disk that is not charged yet. `num_places`: how
-        many places the slot has now; a slot that is written again after a commit has two."""
+        """Charge the slot's bytes to the ledger once for each place on disk that is not charged yet. `num_places`: the
+        number of the slot's places now. A slot that is written again after a commit has two."""
         for place in range(self._num_charged.get(slot, 0), num_places):
             self._ledger.charge(self.name, _kind_of(slot, place), slot.nbytes)
             self._num_charged[slot] = place + 1
@@ -144,8 +144,8 @@ class NvmeTier(Tier):
             raise
 
     def _copier(self, compute: Transfer, in_place: bool) -> StartCopy:
-        """Return a function that starts a copy to the device. `in_place`: whether it copies on the calling thread,
-        before it returns; else a lane copies, after `compute`."""
+        """Return a function that starts a copy to the device. `in_place`: whether the function itself copies, before it
+        returns. Otherwise a lane copies after `compute`."""
         copy = self._accelerator.copy
 
         def copy_at_once(target: torch.Tensor, source: torch.Tensor) -> Transfer:
@@ -158,8 +158,8 @@ class NvmeTier(Tier):
         return lambda target, source: submit(partial(copy, target, source), after=[compute], holds=[target])
 
     def _cut(self, fetch: _Fetch, spans: Sequence[tuple[int, int]], takes_buffers: bool = False) -> None:
-        """Cut `spans`, ranges of bytes (from, to), into chunks of the fetch. Start the read of each chunk that has
-        memory: in `fetch.pages`, or, if `takes_buffers`, in a free staging buffer."""
+        """Cut `spans`, ranges of bytes (from, to), into chunks of the fetch. Start to read each chunk into
+        `fetch.pages`, or, if `takes_buffers`, into a free staging buffer. Chunks without such memory are read later."""
         pages, record = fetch.pages, fetch.record
         most = self._staging.buffer_nbytes if pages is None else fetch.target.numel()
         for start, end in ((at, min(at + most, stop)) for begin, stop in spans for at in range(begin, stop, most)):
@@ -175,7 +175,7 @@ class NvmeTier(Tier):
                 takes_buffers = False
 
     def _land(self, fetch: _Fetch) -> None:
-        """Bring each chunk to the device, in a job on the fetch lane."""
+        """Copy each chunk to the device. Runs as a job on the fetch lane."""
         record, chunks = fetch.record, fetch.chunks
         try:
             if fetch.update is not None:
@@ -204,7 +204,8 @@ class NvmeTier(Tier):
         self._deferred = 0
 
     def close(self) -> None:
-        """Subtract the bytes of all slots from the ledger. The store stays open: `TierRack` has it closed later."""
+        """Subtract the bytes of all slots from the ledger. The store stays open until `TierRack`'s teardown closes
+        it."""
         for slot, num_places in self._num_charged.items():
             for place in range(num_places):
                 self._ledger.discharge(self.name, _kind_of(slot, place), slot.nbytes)

@@ -29,7 +29,7 @@ logger = logging.getLogger("tiered_zero")
 @final
 @dataclass(frozen=True, kw_only=True)
 class AdoptedStore:
-    """A committed state from which a run resumes. `metadata`: what the commit holds besides records."""
+    """A committed state from which a run resumes. `metadata`: the commit's values that are not in records."""
 
     directory: Path
     step: int
@@ -52,8 +52,8 @@ class TierRack:
         model_name: str = "",
         adopted: Mapping[tuple[str, ...], AdoptedStore] | None = None,
     ) -> None:
-        """`model_name`: a text for `owner.json` in each swap directory. `adopted`: swap paths -> the state from which
-        the run resumes there. Raises ConfigError, StoreError and BudgetError."""
+        """Open all tiers. `model_name`: a text for `owner.json` in each swap directory. `adopted`: swap paths -> the
+        committed state there, from which the run resumes. Raises ConfigError, StoreError and BudgetError."""
         zero, accelerator = config.zero_optimization, runtime.accelerator
         self._config, self._runtime, self._resources, self._model_name = config, runtime, resources, model_name
         self._pools: list[StagingPool] = []
@@ -80,8 +80,8 @@ class TierRack:
         staging = self.param_staging or self.state_staging
         by_paths = {paths: NvmeTier(store, staging, runtime) for paths, store in stores.items() if staging is not None}
         self.nvme: dict[str, NvmeTier] = {}
-        """Kind of bytes ("param", "state", "gradient", "activation") -> the nvme tier that holds them. A kind without
-        bytes on nvme is not in it."""
+        """Kind of bytes ("param", "state", "gradient", "activation") -> the nvme tier that holds them. Kinds without
+        bytes on nvme are left out."""
         for kind, own in (("param", zero.offload_param.nvme_paths), ("state", zero.offload_optimizer.nvme_paths)):
             if own in by_paths:
                 self.nvme[kind] = by_paths[own]
@@ -102,7 +102,7 @@ class TierRack:
             pool.reclaim()
 
     def tier(self, name: str, kind: str) -> Tier:
-        """Return the tier called `name`. `kind`: the kind of the bytes, a key of `nvme`; it chooses the nvme tier."""
+        """Return the tier called `name`. `kind`: the kind of bytes, which is the nvme tier's key in `nvme`."""
         in_memory: dict[str, Tier] = {"device": self.device, "host": self.host}
         return in_memory.get(name) or self.nvme[kind]
 
@@ -153,8 +153,8 @@ class TierRack:
 
 
 def scratch_needs(config: Config, plan: Plan) -> dict[str, tuple[tuple[str, ...], int]]:
-    """Return kind ("gradient", "activation") -> (swap directories, bytes that the plan puts there). Kinds without bytes
-    on nvme are left out. No commit includes these bytes."""
+    """Return a dict: kind ("gradient", "activation") -> (swap directories, bytes that the plan puts there). Kinds
+    without bytes on nvme are left out. No commit includes these bytes."""
     paths = {
         "gradient": config.zero_optimization.offload_optimizer.nvme_paths,
         "activation": config.tiered_zero.activations.nvme_paths,
@@ -163,7 +163,7 @@ def scratch_needs(config: Config, plan: Plan) -> dict[str, tuple[tuple[str, ...]
 
 
 def nvme_needs(config: Config, plan: Plan) -> dict[tuple[str, ...], int]:
-    """Return swap directories -> the bytes of parameters and state that the plan puts there."""
+    """Return a dict: swap directories -> the bytes of parameters and state that the plan puts there."""
     zero = config.zero_optimization
     needs: dict[tuple[str, ...], int] = {}
     param, state = zero.offload_param.nvme_paths, zero.offload_optimizer.nvme_paths
@@ -179,8 +179,9 @@ def on_one_drive(paths: Sequence[Path]) -> bool:
 
 
 def _weigh(paths: Sequence[Path], engine: IOEngine, nbytes: int) -> list[float]:
-    """Return a weight for each directory, by which data is striped over them: its share of their total speed (equal
-    shares if speeds are close), or 1 if all are on one drive. `nbytes`: the size of the data. Raises StoreError."""
+    """Return a weight for each directory, for striping data over them. The weight is the directory's share of the total
+    speed (equal shares if speeds are close), or 1 if all are on one drive. `nbytes`: the size of the data. Raises
+    StoreError."""
     if on_one_drive(paths):
         return [1.0] * len(paths)
     try:

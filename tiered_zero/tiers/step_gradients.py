@@ -1,12 +1,13 @@
-"""Hold the gradients of one step until its update has read them: in memory, or on NVMe behind windows of host memory.
+"""Hold the gradients of one step, in memory or on NVMe, until the step's update has read them.
 
 [Note: Gradients on NVMe] A window is a buffer in host memory for the gradients of one unit. There are only a few
-windows, so memory does not grow with the model. If all are taken, the oldest is written to NVMe and freed. If a unit
-gets more gradients later, its earlier ones are read back.
+windows, so memory does not grow with the model. If all are taken, the oldest window is written to NVMe and freed. If
+its unit gets more gradients later, the earlier ones are read back.
 
-The update copies gradients from windows, and reads those without a window from NVMe. An update that starts in backward
-can keep a unit's window until it has read it: backward then waits for the update, not for a write. But while an update
-waits for gradients, it frees no window, and these gradients may need one. So kept windows are then written too.
+The update copies gradients from windows, and reads gradients without a window from NVMe. An update that starts in
+backward can keep a unit's window until the update has read it. Backward then waits for the update, not for a write. But
+an update that waits for gradients frees no window, and these gradients may need one. So, while an update waits, kept
+windows are written too.
 
 Gradients are written in the parts that the update reads, so each part has its own checksums."""
 
@@ -34,8 +35,8 @@ from tiered_zero.tiers.tier import Home
 @dataclass(frozen=True, kw_only=True)
 class UnitShare:
     """One unit's gradients in a step, or this rank's shard of them. `flat`: the gradients, 1-D; empty if they are on
-    NVMe, in `paged`. `start`: the first element of `flat`, counted in the unit's flat. `present`: the indices of
-    parameters with a gradient. `last`: the last transfer to `flat`."""
+    NVMe, in `paged`. `start`: the first element of `flat`, counted in the unit's flat. `present`: the indices of the
+    parameters that have a gradient. `last`: the last transfer to `flat`."""
 
     flat: torch.Tensor
     start: int
@@ -47,7 +48,7 @@ class UnitShare:
 
 class GradientSource(ABC):
     """The gradients that one update reads, by segment (the part of a unit in one sub-group). Used by one thread at a
-    time. The methods that are not abstract serve gradients that lie in host memory from the start."""
+    time. The methods that are not abstract are for gradients that are in host memory from the start."""
 
     @abstractmethod
     def has(self, unit: Unit, param: ParamSpec) -> bool:
@@ -70,8 +71,8 @@ class GradientSource(ABC):
         return
 
     def read_part(self, segment: Segment, out: torch.Tensor) -> Transfer | None:
-        """Start to fill `out` with the segment's gradients from NVMe. Return the transfer; None if they are not on
-        NVMe."""
+        """Start to fill `out` with the segment's gradients from NVMe. Return the transfer; None if the gradients are
+        not on NVMe."""
         return None
 
     def release(self, unit: Unit) -> None:
@@ -133,7 +134,7 @@ class StepGradients(GradientSource):
                 share.paged.windows.drop(share.paged)
 
     def fill(self, later: StepGradients) -> None:
-        """Add the units of `later` that are missing here."""
+        """Add the shares in `later` whose units have no share here."""
         for unit, share in later.shares.items():
             self.shares.setdefault(unit, share)
 
@@ -143,8 +144,8 @@ class PagedFlat:
     """One step's gradients of a unit, or of this rank's shard, with their home on NVMe. Only `FlatWindows` changes its
     fields.
 
-    `cuts`: the elements at which the flat is cut into parts. `padding`: ranges between and after parameters, which are
-    zero in every window. All other elements are undefined until they are written."""
+    `cuts`: the indices of elements at which the flat is cut into parts. `padding`: the ranges between and after
+    parameters, which are zero in every window. All other elements are undefined until they are written."""
 
     def __init__(
         self,
@@ -160,24 +161,24 @@ class PagedFlat:
         self.dtype, self.numel, self.padding = dtype, numel, padding
         self.cuts = tuple(sorted({0, numel, *cuts}))
         self.lease: Lease | None = None
-        """The lease of its window, if it has one. The window's bytes are newer than the record's."""
+        """The lease of the flat's window; None without a window. The window's bytes are newer than the record's."""
         self.arriving: Transfer = COMPLETED
         """The last job that launches copies to the flat's window. See [Note: Waits for gradients]."""
         self.writing: Transfer | None = None
-        """The write of its window to the record, while it is under way."""
+        """The write of the window to the record; None if no write is under way."""
         self.is_stored = False
         """Whether the record holds the flat's bytes."""
         self.num_users = 0
         """The number of threads that have the flat open."""
         self.is_kept = False
-        """Whether the window is kept for an update under way, which copies from it and frees it."""
+        """Whether the window is kept for an update, which copies from the window and then frees it."""
         self.was_opened = False
         self.previous: PagedFlat | None = None
         """The flat of an earlier step, which uses the same record. It is dropped when this flat is opened."""
 
     def next(self) -> PagedFlat:
-        """Return the flat for the next step: this one if it was never opened, else a new one. Open a new one only after
-        the update has read this one, which is then dropped."""
+        """Return the flat for the next step: this flat if it was never opened, else a new flat. Open the new flat only
+        after the update has read this flat, because this flat is then dropped."""
         if not self.was_opened:
             return self
         flat = PagedFlat(self.home, self.windows, self.dtype, self.numel, cuts=self.cuts, padding=self.padding)
@@ -204,8 +205,8 @@ def _write(flat: PagedFlat, lease: Lease) -> Transfer:
 
 @final
 class FlatWindows:
-    """Leases windows (buffers in host memory) to flats of gradients. Any thread may use it. `writes_ahead`: whether the
-    write of the oldest window starts once no window is free; else it starts when another flat needs a window."""
+    """Leases windows (buffers in host memory) to flats of gradients. Any thread may use it. `writes_ahead`: start to
+    write the oldest window as soon as no window is free, instead of when another flat needs one."""
 
     def __init__(self, pool: StagingPool, recorder: Recorder, *, writes_ahead: bool) -> None:
         self._pool, self._recorder = pool, recorder
@@ -218,7 +219,7 @@ class FlatWindows:
 
     @contextmanager
     def open(self, flat: PagedFlat, lane: str) -> Iterator[torch.Tensor]:
-        """A context manager that lends the flat's elements, [numel], in a window. First waits for a free window and the
+        """A context manager that lends the flat's window as a tensor, [numel]. First waits for a free window and the
         flat's bytes. `lane`: the calling lane, for the recorder. Raises transfer errors."""
         self._begin_use(flat, lane)
         try:
@@ -239,7 +240,7 @@ class FlatWindows:
             return flat.home.tier.read(flat.home.slot, out, offset) if flat.is_stored else None
 
     def keep(self, flat: PagedFlat) -> None:
-        """Keep the flat in its window, if it has one, for an update that reads it."""
+        """Keep the flat's window, if there is one, for an update that will read it."""
         with self._changed:
             flat.is_kept = flat.lease is not None
 
@@ -322,7 +323,7 @@ class FlatWindows:
             view[part] = 0
 
     def _write_ahead(self) -> None:
-        """Start to write the oldest window if none is free."""
+        """Start to write the oldest window if no window is free."""
         while True:
             with self._changed:
                 if self._pool.num_free or (oldest := self._next_write()) is None or oldest[0].writing is not None:
@@ -330,8 +331,8 @@ class FlatWindows:
             wait_quietly(oldest[1])
 
     def _next_write(self) -> tuple[PagedFlat, Transfer] | None:
-        """Return the flat whose window is freed next, and its write, which this call starts. If copies to the window
-        are under way, return their transfer instead of a write. Return None if all windows are in use, or if an update
+        """Choose the window to free next and start to write it. Return the window's flat and the write. If copies to
+        the window are under way, return their transfer instead. Return None if all windows are in use, or if an update
         will free one. Called under the lock."""
         for flat in self._open:
             if flat.writing is not None:

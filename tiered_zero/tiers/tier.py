@@ -1,7 +1,6 @@
-"""Define the interface of a tier, the two tiers in memory, the table of homes, and the update of a unit, for which
-fetches wait.
+"""Define the interface of a tier, the host and device tiers, the table of homes, and the update of one unit.
 
-`read_slot`, `write_slot` and `leased_slot` copy CPU tensors from and to slots. They block."""
+`read_slot`, `write_slot` and `leased_slot` read and write slots. They block."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ class Slot:
 class Tier(ABC):
     """A place where bytes rest. Offsets and lengths are in bytes, and multiples of a page. A buffer is page-aligned
     host memory, [nbytes] uint8, such as a part of a leased staging buffer. Transfers raise TransferError or
-    CorruptionError. Called by the driver or the update thread."""
+    CorruptionError."""
 
     name: str
 
@@ -52,13 +51,13 @@ class Tier(ABC):
 
     @abstractmethod
     def read(self, slot: Slot, out: torch.Tensor, offset: int = 0) -> Transfer:
-        """Start to read the slot's bytes from `offset` until the buffer `out` is full. The caller leaves `out` alone
-        until the transfer is done."""
+        """Start to fill the buffer `out` with the slot's bytes from `offset`. Do not use `out` until the transfer is
+        done."""
 
     @abstractmethod
     def write(self, slot: Slot, data: torch.Tensor, offset: int = 0, after: Transfer | None = None) -> Transfer:
-        """Start to write the buffer `data` to the slot's bytes from `offset`. The caller leaves `data` alone until the
-        transfer is done.
+        """Start to write the buffer `data` to the slot, from byte `offset`. Do not change `data` until the transfer is
+        done.
 
         `after`: the write to a device slot begins after this transfer; None: after all work that compute has launched
         so far. A call on a lane's thread must give `after`."""
@@ -70,7 +69,7 @@ class Tier(ABC):
         new bytes."""
 
     def close(self) -> None:
-        """Free what the tier itself has allocated."""
+        """Free the tier's own allocations."""
         return
 
 
@@ -169,26 +168,26 @@ StartCopy = Callable[[torch.Tensor, torch.Tensor], Transfer]
 
 
 class UnitUpdate:
-    """The update of one unit. `computed`: completes when all new parameters are in staging memory or in their slot.
-    `written`: completes when all are in their slot. Any thread may use it.
+    """The update of one unit. `computed`: completes when every new parameter is in staging memory or in its slot.
+    `written`: completes when all are in the slot. Any thread may use it.
 
-    A fetch need not wait for `written`. It sets its target with `forward_to`. Parts that are not in the slot yet are
-    copied to the target from staging memory."""
+    A fetch does not have to wait for `written`. It passes its target to `forward_to`, and parts that are not in the
+    slot yet are copied there from staging memory."""
 
     def __init__(self) -> None:
         self.computed = Completion()
         self.written = Completion()
         self._lock = threading.Lock()
         self._pending: dict[int, torch.Tensor] = {}
-        """First byte, in the unit, of a part that is computed and not written -> the part, [n] uint8."""
+        """First byte (counted in the unit) of each part that is computed but not written -> the part, [n] uint8."""
         self._retired: dict[int, int] = {}
-        """First byte of a written part -> its last byte + 1."""
+        """First byte of each written part -> the part's last byte + 1."""
         self._target: torch.Tensor | None = None
         self._start_copy: StartCopy | None = None
         self._covered: dict[int, int] = {}
-        """First byte -> last byte + 1 of each part that the target gets: by a copy, or because the fetch reads it."""
+        """First byte -> last byte + 1, of each part that a copy or the fetch's own read brings to the target."""
         self._copies: list[tuple[int, Transfer]] = []
-        """The first byte of a part and its copy to a target, for each copy that was started."""
+        """(first byte of the part, transfer) of each copy that was started."""
 
     # -- the update worker ---------------------------------------------------------------------------------------------
 
@@ -200,7 +199,8 @@ class UnitUpdate:
             self._forward(start)
 
     def retire(self, start: int) -> None:
-        """Mark the part at byte `start` as written, and wait for copies from it. Its memory may then be reused."""
+        """Mark the part at byte `start` as written, and wait for copies from it. The part's memory may then be
+        reused."""
         with self._lock:
             self._forward(start)
             part = self._pending.pop(start, None)
@@ -229,9 +229,9 @@ class UnitUpdate:
     # -- a fetch -------------------------------------------------------------------------------------------------------
 
     def forward_to(self, target: torch.Tensor, start_copy: StartCopy) -> list[tuple[int, int]]:
-        """Set `target`, [n] uint8: the memory that gets the unit's new bytes. Return the ranges (from, to) that are
-        already written: the caller reads these from the slot. `start_copy`: starts a copy of some of the other new
-        bytes; called on any thread."""
+        """Set `target`, [n] uint8, the memory that gets the unit's new bytes. Return the ranges (from, to) that are
+        already written: the caller reads these from the slot. `start_copy`: called, on any thread, to copy other parts
+        to `target`."""
         with self._lock:
             self._target, self._start_copy, self._covered = target, start_copy, dict(self._retired)
             return sorted(self._covered.items())
@@ -280,8 +280,8 @@ Owner = Unit | SubGroup
 
 @dataclass(frozen=True)
 class Home:
-    """The slot that holds the bytes of one kind ("param", "state") of a unit or sub-group. `start`: the slot's first
-    element, counted in the unit's flat; 0 unless the slot holds a rank's shard."""
+    """The slot that holds the bytes of one kind ("param", "state") of a unit or sub-group. `start`: the index in the
+    unit's flat of the slot's first element; 0 unless the slot holds a rank's shard."""
 
     tier: Tier
     slot: Slot
@@ -292,7 +292,7 @@ class Home:
         return slice(self.start, self.start + self.slot.nbytes // unit.itemsize)
 
     def offset_of(self, segment: Segment) -> int:
-        """Return the segment's first byte in the slot."""
+        """Return the offset of the segment's first byte in the slot."""
         return (segment.unit_start - self.start) * segment.unit.itemsize
 
     def view_of(self, segment: Segment) -> torch.Tensor | None:
@@ -328,7 +328,7 @@ class Inventory:
         self._homes.update(homes)
 
     def set_last_update(self, unit: Unit, unit_update: UnitUpdate) -> None:
-        """Set the unit's last update, for which the next use of the unit waits."""
+        """Set the unit's last update. The next use of the unit waits for it."""
         self._last_updates[unit] = unit_update
 
     def last_update(self, unit: Unit) -> UnitUpdate | None:
@@ -339,7 +339,7 @@ class Inventory:
 
 
 def read_slot(home: Home, offset: int, nbytes: int, staging: StagingPool | None) -> torch.Tensor:
-    """Return a copy of `nbytes` of the slot from byte `offset`, [nbytes] uint8 on the CPU. `staging`: the buffers
+    """Return a copy of `nbytes` bytes of the slot from byte `offset`: [nbytes] uint8 on the CPU. `staging`: the buffers
     through which bytes of a slot on NVMe are read."""
     if (view := home.slot.tensor) is not None:
         return view[offset : offset + nbytes].to("cpu", copy=True)
@@ -361,8 +361,8 @@ def read_slot(home: Home, offset: int, nbytes: int, staging: StagingPool | None)
 
 
 def _verified_window(home: Home, wanted: range, buffer_nbytes: int) -> range:
-    """Extend the bytes `wanted` to whole checksum chunks (1 MiB), because only whole chunks are verified. Leave out the
-    last chunks if the buffer is too small for all; return `wanted` if it holds none."""
+    """Extend the byte range `wanted` to whole checksum chunks (1 MiB), because only whole chunks are verified. Leave
+    out the last chunks if the buffer is too small. If that leaves nothing of `wanted`, return `wanted`."""
     start = wanted.start // MIB * MIB
     stop = min(align_up(wanted.stop, MIB), home.slot.nbytes)
     if stop - start > buffer_nbytes:
