@@ -1,7 +1,7 @@
-"""Make the checks of `tiered-zero doctor --device`, and the measurements of memory, link and compute for plans.
+"""Check the device for `tiered-zero doctor --device`, and measure the rates of memory, link and compute for plans.
 
-Each check takes an open accelerator and returns one finding. Call them on the main thread, with an idle device. Errors
-of torch are raised unchanged."""
+Each check takes an open accelerator and returns one finding. Call the checks on the main thread, while the device is
+idle. Errors of torch are raised unchanged."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def check_kernel(accelerator: Accelerator) -> Finding:
 
 
 def check_copies(accelerator: Accelerator) -> Finding:
-    """Measure the rates of copies to the device, from it, and both at once, with pinned and pageable host memory."""
+    """Measure copy rates to the device, from the device, and in both directions at once, from pinned and pageable
+    memory."""
     rates, fix = {}, ""
     for pins in (True, False):
         with copy_buffers(accelerator, pins) as (up, down):
@@ -122,7 +123,7 @@ def check_allocator(accelerator: Accelerator) -> Finding:
 
 
 def check_pinning(accelerator: Accelerator, nbytes: int) -> Finding:
-    """Pin `nbytes` of host memory, as much as a plan needs, and measure the seconds."""
+    """Pin `nbytes` of host memory, and measure how many seconds this takes."""
     if nbytes > (available := available_host_nbytes()):
         found = f"{format_nbytes(nbytes)} asked for, {format_nbytes(available)} of host memory may be taken"
         return Finding("pinned memory", BAD, found, "lower tiered_zero.host_memory_limit")
@@ -150,7 +151,7 @@ def check_numa(accelerator: Accelerator, system: Path = SYSTEM, proc: Path = PRO
 
 
 def node_pages(address: int, proc: Path = PROC) -> dict[int, int]:
-    """Return NUMA node -> number of pages, for this process's memory mapping that contains `address`."""
+    """Count the pages of the memory mapping that contains `address`. Return NUMA node -> number of pages."""
     maps = [line.split() for line in read_text(proc / "self/numa_maps").splitlines()]
     below = [words for words in maps if int(words[0], 16) <= address]
     words = max(below, key=lambda words: int(words[0], 16), default=[])
@@ -158,7 +159,7 @@ def node_pages(address: int, proc: Path = PROC) -> dict[int, int]:
 
 
 def check_collectives(accelerator: Accelerator) -> Finding:
-    """Run an all-reduce in a process group of this process alone."""
+    """Check that an all-reduce works in a process group that contains only this process."""
     device, ended = accelerator.device, list[str]()
 
     def reduce() -> None:
@@ -194,8 +195,8 @@ def _arena(accelerator: Accelerator, nbytes: int, pins: bool = True) -> Iterator
 
 @contextmanager
 def copy_buffers(accelerator: Accelerator, pins: bool = True) -> Iterator[tuple[Launch, Launch]]:
-    """Yield two functions: one launches NUM_COPIES copies of COPY_NBYTES to the device, the other as many back.
-    `pins`: whether the host memory is pinned."""
+    """Yield two functions. The first launches NUM_COPIES copies of COPY_NBYTES to the device, the second launches as
+    many copies back. `pins`: whether the host memory is pinned."""
     with _arena(accelerator, 2 * COPY_NBYTES, pins) as arena:
         host = [arena.take(COPY_NBYTES, "param").fill_(0) for _ in range(2)]
         on_device = [torch.zeros(COPY_NBYTES, dtype=torch.uint8, device=accelerator.device) for _ in range(2)]
@@ -214,7 +215,7 @@ def copy_buffers(accelerator: Accelerator, pins: bool = True) -> Iterator[tuple[
 
 
 def _products(accelerator: Accelerator, seconds: float) -> tuple[Launch, float]:
-    """Return a function that launches matrix products which take about `seconds`, and the seconds measured for them."""
+    """Return a function that launches matrix products for about `seconds`, and the seconds measured for it."""
     square = torch.ones(SIDE, SIDE, device=accelerator.device)
 
     def launch(number: int = 1) -> Transfer:
@@ -245,21 +246,23 @@ LIMIT_S: Final = 1.0
 """`median_rate` stops repeating its work after this many seconds."""
 
 _SHAPES: Final = {True: (512, 512), False: (4096, 4096)}
-"""The tokens and the hidden size of the matrix products. Key: whether the device is the CPU. On two idle cores of Zen
-5, 512 x 512 reaches 0.95 of the rate of 2048 x 2048."""
+"""Whether the device is the CPU -> number of tokens and hidden size for the matrix products. On two idle Zen 5 cores,
+sizes of 512 reach 0.95 of the rate that sizes of 2048 reach."""
 
 _MODEL_SHAPES: Final = {True: (256, 2, 8192), False: (4096, 2, 16384)}
-"""The tokens, blocks and vocabulary of the small model. Key: whether the device is the CPU. `_SHAPES` has its hidden
-size."""
+"""Whether the device is the CPU -> numbers of tokens, blocks and vocabulary entries of the small model. The model's
+hidden size is in `_SHAPES`."""
 
 _SLOW: Final = 0.1
-"""The small model does not run in dtypes with less than this share of the rate of products in fp32."""
+"""A dtype is slow if its matrix products reach less than this share of the fp32 rate. The small model skips slow
+dtypes."""
 
 _COPIED_NBYTES: Final = 128 * MIB
 
 
 def median_rate(amount: float, work: Callable[[], object]) -> float:
-    """Call `work` repeatedly. Return `amount` (bytes or operations of one call) per second of the median call."""
+    """Time repeated calls of `work`. Return `amount`, the bytes or operations of one call, divided by the median
+    time."""
     seconds: list[float] = []  # the first is dropped, unless it is the only one
     while not seconds or (len(seconds) <= REPEATS and sum(seconds) < LIMIT_S):
         began_s = time.perf_counter()
@@ -269,7 +272,8 @@ def median_rate(amount: float, work: Callable[[], object]) -> float:
 
 
 def product_rates(accelerator: Accelerator) -> Mapping[str, float]:
-    """Return dtype name -> operations per second of a linear layer's matrix products, in forward and backward."""
+    """Measure the matrix products of a linear layer, as in forward and backward. Return dtype name -> operations per
+    second."""
     tokens, hidden = _SHAPES[accelerator.device.type == "cpu"]
     rates = {}
     for name, dtype in DTYPES.items():
@@ -290,9 +294,9 @@ def product_rates(accelerator: Accelerator) -> Mapping[str, float]:
 def model_rates(
     accelerator: Accelerator, products: Mapping[str, float]
 ) -> tuple[Mapping[str, float], Mapping[str, float]]:
-    """Measure a small model's forward and backward; the time of matrix products is subtracted. Return dtype name ->
-    elements of hidden states per second in the blocks, and dtype name -> logits per second in the loss. Dtypes that are
-    slow, or in which the model does not run, are left out."""
+    """Measure a small model's forward and backward, and subtract the time of its matrix products. Return two maps from
+    dtype name: to hidden-state elements per second in the blocks, and to logits per second in the loss. Both leave out
+    slow dtypes (`_SLOW`) and dtypes in which the model does not run."""
     tokens, layers, vocab = _MODEL_SHAPES[accelerator.device.type == "cpu"]
     hidden = _SHAPES[accelerator.device.type == "cpu"][1]
     in_blocks, logits = {}, {}
@@ -308,8 +312,8 @@ def model_rates(
 
 
 def _rate_besides(amount: float, product_s: float, work: Callable[[], object]) -> float:
-    """Measure the seconds of `work`, subtract `product_s`, the seconds of its matrix products, and return `amount` per
-    remaining second."""
+    """Measure `work` without its matrix products, which take `product_s` seconds. Return `amount` per remaining
+    second."""
     seconds = 1 / median_rate(1.0, work)
     return amount / max(seconds - product_s, seconds / 10)
 
@@ -349,7 +353,8 @@ def copy_rate() -> float:
 
 
 def link_rates(accelerator: Accelerator) -> tuple[float | None, float | None]:
-    """Return bytes per second of copies from pinned memory to the device, and of copies back; two None on the CPU."""
+    """Return the bytes per second of copies from pinned memory to the device, and of copies back; (None, None) on the
+    CPU."""
     if accelerator.device.type == "cpu":
         return None, None
     with copy_buffers(accelerator) as launches:

@@ -39,7 +39,8 @@ def accelerator_names() -> list[str]:
 
 def available_device_nbytes(device: torch.device, own: Iterable[torch.Tensor] = ()) -> int | None:
     """Return the bytes of accelerator memory that this process can still get. They include memory that torch has
-    reserved and does not use, and `own`, tensors that will be freed. None: the CPU, or torch does not report them."""
+    reserved but does not use. They also include the tensors in `own`, which will be freed. Return None for the CPU, or
+    if torch does not report the memory."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None or found.type != device.type:
         return None
@@ -59,7 +60,7 @@ def total_host_nbytes(proc: Path = PROC) -> int:
 
 
 def available_host_nbytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """Return the bytes that this process can allocate: MemAvailable, or what its cgroups have left if that is less."""
+    """Return the bytes that this process can allocate: the lesser of MemAvailable and the bytes left in its cgroups."""
     bounds = [_meminfo(proc).get("MemAvailable") or _physical_nbytes()]
     for folder in cgroup_folders("memory", proc, cgroup):
         limit = _read_int(folder / "memory.max", folder / "memory.limit_in_bytes")
@@ -88,7 +89,7 @@ def _inactive_file_nbytes(folder: Path) -> int:
 
 
 def _meminfo(proc: Path) -> dict[str, int]:
-    """Return name -> bytes of the fields of /proc/meminfo."""
+    """Read /proc/meminfo. Return field name -> bytes."""
     fields = (line.split() for line in read_text(proc / "meminfo").splitlines())
     return {name.rstrip(":"): int(kib) * 1024 for name, kib, *_ in fields}
 
@@ -98,7 +99,7 @@ def _physical_nbytes() -> int:
 
 
 def _read_int(*candidates: Path) -> int | None:
-    """Return the number in the first of the files that holds one; None if none does ("max" is no number)."""
+    """Return the number in the first file that contains a number, or None. The text "max" is not a number."""
     texts = (read_text(path) for path in candidates)
     return next((int(text) for text in texts if text.isdigit()), None)
 
@@ -122,8 +123,8 @@ def gpu_node(device: torch.device, system: Path = SYSTEM) -> int | None:
 
 
 def near_cpus(device: torch.device, system: Path = SYSTEM) -> set[int]:
-    """Return this process's processors on an accelerator's NUMA node. Return an empty set if the node is unknown, or if
-    it has all or none of these processors."""
+    """Return the processors of this process that are on the accelerator's NUMA node. Return an empty set if the node is
+    unknown, or if all or none of the process's processors are on it."""
     if (node := gpu_node(device, system)) is None or not hasattr(os, "sched_getaffinity"):
         return set()
     cpus = os.sched_getaffinity(0)

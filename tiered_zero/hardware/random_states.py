@@ -83,7 +83,7 @@ def _accelerators() -> Any:
 
 
 def _device_names() -> list[str]:
-    """Return the accelerators that have random generators, by name: "cuda:0" and so on."""
+    """Return the names of the accelerators that have random generators, such as "cuda:0"."""
     if _accelerators() is None:
         return []
     found = torch.accelerator.current_accelerator()

@@ -1,4 +1,4 @@
-"""Choose the device and the processors of a rank, and define `Runtime`: the objects that all movers of bytes share."""
+"""Choose the device and the processors of a rank, and define `Runtime`: the shared objects of a run."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from tiered_zero.telemetry.spans import Ledger, Recorder
 logger = logging.getLogger("tiered_zero")
 
 _WITHOUT_STREAMS = frozenset({"meta", "mps"})
-"""Device types that are refused: meta has no memory; mps has one stream, so nothing is fetched during compute."""
+"""Device types that are refused: meta has no memory; mps has only one stream, so no fetch can run during compute."""
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-"""Environment variables that change the numbers of the devices."""
+"""Environment variables that select the visible devices, and so change the devices' indices."""
 
 
 def build_accelerator(name: str = "auto", poison: bool = False, delay_seed: int | None = None) -> Accelerator:
@@ -43,8 +43,8 @@ def build_accelerator(name: str = "auto", poison: bool = False, delay_seed: int 
 
 
 def find_device(name: str) -> torch.device:
-    """Convert `name`, a value of `tiered_zero.device`, to a torch device, which need not exist. Raises ConfigError for
-    an unknown name, and for a device without streams."""
+    """Convert `name`, a value of `tiered_zero.device`, to a torch device. The device need not exist. Raises ConfigError
+    for an unknown name, and for a device without streams."""
     with suppress(RuntimeError):
         device = _own_device() if name == "auto" else torch.device(name)
         if device.type not in _WITHOUT_STREAMS:
@@ -67,9 +67,9 @@ def shares_cores(name: str, delay_seed: int | None) -> bool:
 
 
 def choose_device(ranks: Collectives, name: str) -> None:
-    """Make this rank's device current on the calling thread. Its index is that in `name` (`tiered_zero.device`), or
-    else LOCAL_RANK. Call it on every rank at the same time, before the run is planned. Raises ConfigError on every rank
-    if a device is missing, has no backend, or belongs to two ranks."""
+    """Make this rank's device current on the calling thread. The device's index comes from `name`
+    (`tiered_zero.device`), or else from LOCAL_RANK. Every rank calls this at the same time, before the run is planned.
+    Raises ConfigError on every rank if a device is missing or has no backend, and on ranks that share a device."""
     if ranks.world_size == 1 or name == "cpu":
         return
     if (device := find_device(name)).type == "cpu":
@@ -86,7 +86,7 @@ def choose_device(ranks: Collectives, name: str) -> None:
 
 
 def _choose(device: torch.device) -> str:
-    """Make this rank's device current, and return a name for it that no other device of any host has."""
+    """Make this rank's device current, and return a name that is unique among the devices of all hosts."""
     device_backend(device)
     found = torch.accelerator.current_accelerator(check_available=True)
     count = 0 if found is None or found.type != device.type else torch.accelerator.device_count()
@@ -108,8 +108,8 @@ def _choose(device: torch.device) -> str:
 
 def bind_to_share(ranks: Collectives, device: torch.device, system: Path = SYSTEM) -> None:
     """Bind this process, with its threads and children, to its share of the host's processors. Every rank calls this.
-    Ranks of a host that may use exactly the same processors divide them, if there are enough. Other ranks change
-    nothing."""
+    Ranks on one host that may use exactly the same processors divide them, if there are enough. Nothing changes for
+    other ranks."""
     if ranks.world_size == 1 or not hasattr(os, "sched_setaffinity"):
         return
     cpus, host = sorted(os.sched_getaffinity(0)), boot_id()
@@ -130,9 +130,9 @@ def bind_to_share(ranks: Collectives, device: torch.device, system: Path = SYSTE
 
 
 def share_of(places: Mapping[int, Place], nodes: Sequence[int | None], index: int) -> list[int]:
-    """Return the processors of rank `index` of `len(nodes)` ranks; an empty list if there are too few. `places`: the
-    processors to divide, each with its place. `nodes`: the NUMA node of each rank's GPU. If all are known, the ranks of
-    a node divide its processors. If one is None, all ranks divide all processors."""
+    """Return the processors for rank `index` of `len(nodes)` ranks; an empty list if there are too few processors.
+    `places`: the processors to divide, each with its place. `nodes`: the NUMA node of each rank's GPU. If all nodes are
+    known, the ranks of a node divide its processors. If a node is None, all ranks divide all processors."""
     ordered = sorted(places, key=lambda cpu: (places[cpu], cpu))  # neighbours share a core or a node
     num_sharing, number = len(nodes), index
     if None not in nodes:
@@ -146,7 +146,7 @@ def share_of(places: Mapping[int, Place], nodes: Sequence[int | None], index: in
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """The objects of a run that all movers of bytes share. One per run."""
+    """The objects that the parts of a run share. One per run."""
 
     accelerator: Accelerator
     ledger: Ledger  # counts the bytes on each tier

@@ -1,1 +1,2 @@
-"""Compute with torch on a device: ordered lanes of work next to compute, events between them, memory figures."""
+"""Define the devices on which torch computes: lanes that run jobs during compute, events that order them, unit
+memory."""

@@ -7,11 +7,11 @@ job waits. Their jobs were submitted earlier, and a lane runs its jobs in order,
 `after`. A job that waits inside its own function has no such protection.
 
 The driver thread (or autograd's) is the `compute` lane. `record_compute` returns a transfer for all that compute has
-launched so far, and `wait_on_compute` orders compute's later launches after a transfer. Between streams an event does
-this, without blocking the host; for a disk's transfer, and on the CPU, the host waits.
+launched so far, and `wait_on_compute` orders compute's later launches after a transfer. Between streams, an event sets
+this order without blocking the host. For a disk's transfer, and on the CPU, the host waits.
 
-Both calls raise on a lane's thread, where the current stream is the lane's own. If a lane's job must come after
-compute, the driver calls `record_compute` and passes the result as `after`.
+Both calls raise InternalError on a lane's thread, because the current stream there is not compute's. If a lane's job
+must come after compute, the driver calls `record_compute` and passes the result as `after`.
 
 The user may have set torch modes on compute's thread. This package's own work runs there without these modes
 (`runs_outside_modes`).
@@ -64,8 +64,8 @@ THIS_THREAD = _ThisThread()
 
 
 def on_lane_error(call: str) -> InternalError:
-    """Return the error to raise if a lane's thread has made `call`, which only the thread that runs the model may
-    make."""
+    """Return the error for a lane's thread that has made `call`. Only the thread that runs the model may make this
+    call."""
     return InternalError(
         f"{call} was called on {threading.current_thread().name}, whose current stream is not compute's. This is "
         "an error in tiered_zero, not in the model: please report it with this message."
@@ -105,14 +105,14 @@ class Failure:
 
 
 _LAUNCHED = threading.Event()
-"""An event that is already set. It is the `launched` of a transfer that is made after its job was launched."""
+"""An event that is already set, for transfers that are made after their jobs were launched."""
 
 _LAUNCHED.set()
 
 
 class LaneTransfer(Transfer):
-    """The transfer of a lane's job. The host launches the job first; the device completes it later, when it reaches the
-    marker that was put into the stream behind the job. On the CPU there is no marker: a job is complete once it is
+    """The transfer of a lane's job. The host launches the job, and then puts a marker into the stream. The job is
+    complete when the device reaches this marker. On the CPU there is no marker: a job is complete once it is
     launched."""
 
     def __init__(
@@ -127,7 +127,7 @@ class LaneTransfer(Transfer):
         self._launched = launched
 
     def finish_launch(self, marker: EventMarker | None, failure: Failure | None) -> None:
-        """Set marker and failure, then `launched`. Lane's thread only, once."""
+        """Set marker and failure, then `launched`. The lane's thread calls this once."""
         self.marker, self.failure = marker, failure
         self._launched.set()
 
@@ -138,7 +138,7 @@ class LaneTransfer(Transfer):
         return self.failure
 
     def check_launched(self) -> None:
-        """Block until the job was launched. Raise its error if it failed."""
+        """Block until the job was launched or failed. If it failed, raise its error."""
         if not self._launched.is_set():
             self._await_launch()
         if (failure := self.failure) is not None:
@@ -169,8 +169,8 @@ class Work:
 
 
 Launch = Callable[[Work], EventMarker | None]
-"""Runs a job on the calling thread, ordered on the device after `work.after`. Returns the marker of the job's end; None
-without a device. May raise."""
+"""A function that runs a job on the calling thread. On the device, the job runs after `work.after`. Returns the marker
+of the job's end; None without a device. May raise."""
 
 
 def run_job(work: Work) -> None:
@@ -196,7 +196,7 @@ class DelayInjector:
 
 class Lane:
     """An ordered queue of jobs, and the thread that launches them. A failed job does not stop later ones. `inline`:
-    whether, while the lane is idle, the submitting thread itself runs jobs that wait for nothing."""
+    whether the submitting thread itself runs a job that waits for nothing, if the lane is idle."""
 
     def __init__(self, name: str, launch: Launch, delays: DelayInjector | None = None, inline: bool = False) -> None:
         self.name = name
@@ -226,13 +226,13 @@ class Lane:
         waits: bool = True,
         transfer: LaneTransfer | None = None,
     ) -> LaneTransfer:
-        """Queue `job`, which runs on this lane's thread and stream after all earlier jobs and after `after`. Any thread
-        may use it. Return a transfer that is done when the job is complete on the device.
+        """Queue `job` to run on this lane's thread and stream, after all earlier jobs and the transfers in `after`. Any
+        thread may use it. Return a transfer that is done when the job is complete on the device.
 
         `holds`: device tensors that the job reads or writes. Free their memory only after `wait_on_compute(transfer)`
-        or `transfer.wait()`: the allocator knows only compute's stream. `waits`: False if the job waits for nothing but
-        `after`; on the CPU the calling thread may then run it. `transfer`: a new transfer, of the caller's subclass,
-        for the job.
+        or `transfer.wait()`: the allocator knows only compute's stream. `waits`: False if the job waits only for
+        `after`; on the CPU the calling thread may then run it. `transfer`: a new object of a subclass of LaneTransfer
+        to use for the job; None: make one.
         """
         work = Work(job=job, after=[each for each in after if each is not COMPLETED], holds=tuple(holds))
         with self._lock:  # so that nothing is queued after the end mark
@@ -318,7 +318,8 @@ class Accelerator(ABC):
     pins = False  # copies to and from pinned memory are faster, and overlap compute
 
     def __init__(self, poison: bool) -> None:
-        """Prepare the device; lanes start at their first use. `poison`: debug mode: overwrite freed memory with NaN."""
+        """Prepare the device. Lanes start at their first use. `poison`: whether to overwrite freed memory with NaN
+        (debug mode)."""
         self._poison = poison
         self._lanes: dict[str, Lane] = {}
         self._lock = threading.Lock()
@@ -352,15 +353,15 @@ class Accelerator(ABC):
 
     @abstractmethod
     def wait_on_compute(self, transfer: Transfer) -> None:
-        """Make compute's later work wait for `transfer`, and raise its error. Call it on the driver's or autograd's
-        thread; on a lane's thread it raises InternalError. On the CPU, or for a disk's transfer, blocks until the
-        transfer is done."""
+        """Make compute's later work wait for `transfer`. If the transfer failed, raise its error. Call it on the
+        driver's or autograd's thread; on a lane's thread it raises InternalError. On the CPU, or for a disk's transfer,
+        the call blocks until the transfer is done."""
 
     @abstractmethod
     def copy(self, target: torch.Tensor, source: torch.Tensor, finish: bool = False) -> None:
-        """Launch a copy from `source` to `target` (contiguous, same dtype and size) on the calling lane's stream.
-        Autograd's version counters do not change. `finish`: whether to return only when the copy is complete, so that
-        the host memory can be reused."""
+        """Launch a copy on the calling lane's stream. `target` and `source` are contiguous, with the same dtype and
+        size. Autograd's version counters do not change. `finish`: whether to return only when the copy is complete, so
+        that the host memory can be reused."""
 
     def timer(self, recorder: Recorder) -> Timer:
         """Return a function like `Recorder.span`. It measures the device's time for the work that a job launches in the
@@ -368,7 +369,7 @@ class Accelerator(ABC):
         return recorder.span
 
     def add_spans(self) -> None:
-        """Give the recorders the spans of `timer` that the device has completed. Used on the driver thread, once a
+        """Add `timer`'s spans to their recorders, if the device has completed them. Used on the driver thread, once per
         step."""
         return
 
@@ -377,39 +378,40 @@ class Accelerator(ABC):
         return
 
     def synchronize(self) -> None:
-        """Wait for all work that was launched. For measurements and shutdown only."""
+        """Wait for all launched work. Used only for measurements, dropped steps and shutdown."""
         with self._lock:
             lanes = list(self._lanes.values())
         for transfer in [lane.submit(lambda: None) for lane in lanes]:
             transfer.wait()
 
     def prepare(self, flat: torch.Tensor) -> None:
-        """Prepare `flat` for use, after its device memory was allocated: in debug mode, `poison` it."""
+        """Prepare `flat` for use after its memory was allocated. In debug mode, `poison` it."""
         self.poison(flat)
 
     def reserve_place(self, nbytes: int, window_nbytes: int) -> PageRange | None:
         """Reserve addresses for a flat (the 1-D tensor of a unit) that is fetched and evicted. Return None if the
-        device's allocator provides the flat's memory. `window_nbytes`: the most bytes of all such flats on the device
-        at once."""
+        device's allocator provides the flat's memory. `window_nbytes`: the most bytes that all such flats have on the
+        device at one time."""
         return None
 
     def unit_memory(self) -> AbstractContextManager[None]:
-        """Return a context manager. Flats that are fetched and evicted are allocated in its block; a device with memory
-        pools then keeps them apart from activations. Used on the driver's or autograd's thread."""
+        """Return a context manager in which to allocate flats that are fetched and evicted. A device with memory pools
+        keeps these flats apart from activations. Used on the driver's or autograd's thread."""
         return nullcontext()
 
     def host_pages(self, flat: torch.Tensor) -> torch.Tensor | None:
-        """Return the whole pages of `flat`, the flat of a unit or shard, as [n] uint8; None if the disk cannot read
-        into them directly."""
+        """Return the pages that hold `flat`, the flat of a unit or shard, as [n] uint8. Return None if the disk cannot
+        read directly into these pages."""
         return None
 
     def alias(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return a second tensor over the memory of `flat`, for a collective, whose threads may hold the tensor a
-        little longer than the call."""
+        """Return a second tensor with the memory of `flat`, for a collective. The collective's threads may hold the
+        tensor a little longer than the call."""
         return flat.data
 
     def poison(self, flat: torch.Tensor, dtype: torch.dtype | None = None) -> None:
-        """In debug mode, overwrite `flat`, viewed as `dtype` if given, with NaN, or integers with a byte pattern."""
+        """Overwrite `flat` in debug mode: floating-point values with NaN, integers with a byte pattern. `dtype`: view
+        `flat` as this dtype first."""
         if not self._poison:
             return
         flat = flat if dtype is None else flat.view(dtype)
@@ -443,8 +445,8 @@ _LIBC = ctypes.CDLL(None)
 
 
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy between contiguous CPU tensors of one dtype and size, without the GIL. Raises ValueError for other
-    tensors."""
+    """Copy `source` to `target` without holding the GIL. Raises ValueError unless both are contiguous CPU tensors of
+    the same dtype and size."""
     if target.dtype != source.dtype or target.numel() != source.numel():
         raise ValueError(f"copy_bytes needs equal dtypes and sizes, not {_describe(target)} and {_describe(source)}")
     for tensor in (target, source):
@@ -458,7 +460,7 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def advise_huge_pages(memory: torch.Tensor) -> None:
-    """Ask Linux to back `memory` (CPU, any dtype) with huge pages, as far as whole huge pages lie inside it."""
+    """Ask Linux to use huge pages for `memory`, a CPU tensor, wherever a whole huge page fits inside it."""
     start, end = align_up(memory.data_ptr(), HUGE_PAGE_NBYTES), memory.data_ptr() + memory.nbytes
     nbytes = (end - start) // HUGE_PAGE_NBYTES * HUGE_PAGE_NBYTES
     if nbytes > 0 and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -467,8 +469,8 @@ def advise_huge_pages(memory: torch.Tensor) -> None:
 
 @final
 class CpuAccelerator(Accelerator):
-    """The CPU as the device. Compute runs on the calling thread, and a wait blocks it. `delay_seed`: seed of random
-    delays before and after each job, which simulate a separate device."""
+    """The CPU as the device. Compute runs on the calling thread, and a wait blocks this thread. `delay_seed`: the seed
+    of random delays before and after each job, which simulate a separate device."""
 
     device = torch.device("cpu")
 
@@ -519,8 +521,8 @@ class CpuAccelerator(Accelerator):
         return torch.frombuffer(pages.numpy(), dtype=flat.dtype, count=flat.numel())
 
     def prepare(self, flat: torch.Tensor) -> None:
-        """Ask the system for huge pages for `flat`, if it has none yet: they cut the page faults of a fetch from
-        thousands to a few. In debug mode, also overwrite `flat` (`poison`)."""
+        """Ask the system to use huge pages for `flat`, unless it has them already. They cut the page faults of a fetch
+        from thousands to a few. In debug mode, also `poison` the flat."""
         if self._page_pool is None:  # the pool's places have huge pages already
             advise_huge_pages(flat)
         if self._poison:

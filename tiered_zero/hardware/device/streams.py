@@ -3,10 +3,10 @@ blocking the host. `CudaAccelerator` adds pinned host memory, and a memory pool 
 
 [Note: The pool of units] torch's allocator splits its blocks. If units and activations share blocks, activations soon
 take parts of a block that a unit has freed. The next unit then finds no block that is long enough, and more memory is
-reserved than planned. A private pool gives its blocks to units alone: the next unit takes the block that another unit
-has freed. `storage.resize_()` allocates from the pool, too. If an allocation in the pool fails, torch neither releases
-its cache nor retries: the caller of `fill()` does both. If an allocation outside the pool finds no memory, it gets what
-idle units have left in the pool (`use_on_oom`).
+reserved than planned. A private pool gives its blocks only to units: the next unit takes the block that another unit
+has freed. `storage.resize_()` allocates from the pool, too. If an allocation in the pool fails, torch does not release
+its cache and retry, so the caller of `fill()` does this. If an allocation outside the pool finds no memory, it gets
+free blocks of the pool (`use_on_oom`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tiered_zero.telemetry.spans import Recorder
 logger = logging.getLogger("tiered_zero")
 
 MAX_PENDING = 1 << 14
-"""The most spans that are kept until the end of a step. An evaluation has no steps: it drops the oldest spans."""
+"""The most spans that are kept until the end of a step. An evaluation has no steps, so its oldest spans are dropped."""
 
 HOST_REGISTER_PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every CUDA context of the process."""
@@ -140,7 +140,7 @@ class StreamAccelerator(Accelerator):
         return EventMarker(event)
 
     def _order(self, transfer: Transfer) -> None:
-        """Order the calling thread's later launches after `transfer`, whose job was launched. Does not block."""
+        """Make the calling thread's stream wait for `transfer`, whose job was launched. Does not block."""
         if isinstance(transfer, LaneTransfer) and transfer.marker is not None:
             transfer.marker.event.wait(self._current_stream())
 
@@ -163,7 +163,7 @@ class StreamAccelerator(Accelerator):
         torch.accelerator.synchronize(self.device)
 
     def close(self) -> None:
-        """End the lanes' threads, then wait until the device completes their copies, because their memory is freed
+        """End the lanes' threads, then wait until the device has completed all copies, because the memory is freed
         next."""
         super().close()
         try:
@@ -200,7 +200,7 @@ class CudaAccelerator(StreamAccelerator):
         return torch.cuda.current_stream(self.device)
 
     def _new_event(self) -> torch.Event:
-        """Make an event for which a thread sleeps while it waits: its core is free for the update."""
+        """Make an event. A thread that waits for this event sleeps, so that its core is free for the update."""
         # A thread that waits for a torch.Event spins: it ignores `blocking` (c10::EventFlag 2.13 only has timing).
         return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
@@ -212,7 +212,7 @@ class CudaAccelerator(StreamAccelerator):
         return torch.cuda.use_mem_pool(self._unit_pool, self.device)
 
     def _open_pool(self) -> None:
-        """Make the pool of units. If the allocator cannot, log the reason once."""
+        """Make the pool for units. If the allocator cannot make one, log the reason once."""
         backend = torch.cuda.memory.get_allocator_backend()
         why = "" if backend == "native" else f"the allocator {backend} has no pools"
         try:
@@ -230,7 +230,8 @@ class CudaAccelerator(StreamAccelerator):
             )
 
     def release_cached_memory(self) -> None:
-        """Release what the allocator caches and what units have freed. Units on the device keep their memory."""
+        """Release the memory that the allocator caches, and the memory that units have freed. Units on the device keep
+        their memory."""
         self._unit_pool = None
         super().release_cached_memory()
 
@@ -255,7 +256,8 @@ class CudaAccelerator(StreamAccelerator):
             logger.error("unpinning host memory failed (%s)", torch.cuda.CudaError(code))
 
     def _clear_error(self) -> None:
-        """Clear the error of a failed runtime call: launch a kernel that raises it, so that no later kernel does."""
+        """Clear the error of a failed CUDA call: launch a kernel that raises the error, so that no later kernel raises
+        it."""
         with suppress(RuntimeError):
             torch.zeros(1, device=self.device)
 
@@ -279,16 +281,17 @@ class _Pending:
 
 @final
 class DeviceClock:
-    """Measures how long the device takes for the work of lanes. A span is a pair of device events. Their times are
-    counted from a zero event, whose host time is known."""
+    """Measures how long the device takes for the work of lanes. A span lies between two device events. Their times are
+    measured from a zero event, for which the host time is known."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pending: deque[_Pending] = deque(maxlen=MAX_PENDING)
         self._first: _Pending | None = None
-        """The oldest span. It is not in `_pending`: a lane's append to the full deque drops the oldest there."""
+        """The oldest span. It is kept outside `_pending`, because an append to the full deque drops the oldest span
+        there."""
         self._zero: torch.Event | None = None
-        """The zero event, which is complete. `_zero_s`: time.perf_counter() at its completion."""
+        """The zero event; it is complete. `_zero_s`: the value of time.perf_counter() when it completed."""
         self._zero_s = 0.0
 
     @contextmanager
@@ -303,7 +306,7 @@ class DeviceClock:
         )
 
     def add_spans(self) -> None:
-        """Add completed spans to their recorders, in the order of their launch. The others follow at a later call."""
+        """Add completed spans to their recorders, in the order of their launch. A later call adds the other spans."""
         if self._first is None and not self._pending:
             return
         if self._zero is None:

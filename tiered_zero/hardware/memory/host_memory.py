@@ -1,4 +1,4 @@
-"""Allocate host memory: one block of exactly the planned size, of which slots and staging pools take their parts.
+"""Allocate host memory: one block of exactly the planned size. Slots and staging pools take parts of this block.
 
 A staging pool leases buffers of equal size. `HeapTrim` trims malloc's heap, for activations that move to disk.
 """
@@ -26,11 +26,11 @@ from tiered_zero.system import map_memory, touch_pages
 from tiered_zero.telemetry.spans import Ledger, Recorder
 
 _MAPPED_NBYTES = 128 * 1024
-"""The size from which `temporary_zeros` makes a separate memory mapping. malloc begins with the same limit."""
+"""The least bytes for which `temporary_zeros` makes a separate memory mapping. malloc starts with the same limit."""
 
 
 def trim_malloc() -> None:
-    """Return free memory of malloc's heap to the system; glibc only. Takes a few milliseconds."""
+    """Return the free memory of malloc's heap to the system. Takes a few milliseconds. Does nothing without glibc."""
     # Without trims, units' freed initial values leave holes of up to 32 MiB: glibc raises its limit for separate
     # mappings to the largest block freed.
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
@@ -47,7 +47,8 @@ def temporary_zeros(shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> 
 
 
 def typed_view(raw: torch.Tensor, dtype: torch.dtype, numel: int) -> torch.Tensor:
-    """Return the first `numel` elements of `dtype` in `raw`, [n] uint8. Raises BudgetError if `raw` is too short."""
+    """Return the start of `raw`, [n] uint8, viewed as `numel` elements of `dtype`. Raises BudgetError if `raw` is too
+    short."""
     nbytes = numel * dtype.itemsize
     if nbytes > raw.numel():
         raise BudgetError(f"{numel} elements of {dtype} need {nbytes} bytes; this memory has {raw.numel()}")
@@ -55,13 +56,13 @@ def typed_view(raw: torch.Tensor, dtype: torch.dtype, numel: int) -> torch.Tenso
 
 
 UNPINNED_KINDS = frozenset({"state", "commit", "commit_param", "commit_copy", "bucket"})
-"""Kinds of slots that are not pinned: their bytes are never copied to the device. The CPU updates state in place."""
+"""Kinds of slots that are not pinned, because the CPU works on their bytes in place."""
 
 
 @final
 class HostArena:
-    """The host memory of a run: one anonymous, page-aligned mapping of the planned size. `take` cuts parts from it,
-    from its start to its end; they are freed together. Used on the driver thread. `pin`: whether to pin each part that
+    """The host memory of a run: one anonymous, page-aligned mapping of the planned size. `take` returns parts of it,
+    one after the other; all parts are freed together. Used on the driver thread. `pin`: whether to pin each part that
     is taken, except for UNPINNED_KINDS."""
 
     def __init__(self, capacity_nbytes: int, accelerator: Accelerator, pin: bool, ledger: Ledger) -> None:
@@ -87,8 +88,8 @@ class HostArena:
         return sum(self._pinned.values())
 
     def take(self, nbytes: int, kind: str) -> torch.Tensor:
-        """Return whole pages, [n] uint8 with n >= `nbytes`, with undefined content. `kind`: the name under which the
-        ledger counts them. Raises BudgetError if the arena has too few left."""
+        """Return unused pages of the arena: [n] uint8 with n >= `nbytes` and undefined content. `kind`: the name under
+        which the ledger counts these bytes. Raises BudgetError if the arena has too few bytes left."""
         size = align_up(max(nbytes, 1), PAGE_NBYTES)  # torch's pinned allocator would take a power of two
         if size > (left_nbytes := self.capacity_nbytes - self._taken_nbytes):
             raise BudgetError(
@@ -106,11 +107,11 @@ class HostArena:
         return memory
 
     def poison(self, pages: torch.Tensor) -> None:
-        """In debug mode, overwrite whole pages, [n] uint8, with NaN in fp32."""
+        """Overwrite `pages`, [n] uint8, with fp32 NaN in debug mode."""
         self._accelerator.poison(pages, torch.float32)
 
     def close(self) -> None:
-        """Unpin the memory. Idempotent. Views of the arena stay valid; the last one frees the memory."""
+        """Unpin the memory. Views of the arena stay valid; the memory is freed with the last view. Idempotent."""
         for kind, nbytes in self._charged:
             self._ledger.discharge("host", kind, nbytes)
         self._charged.clear()
@@ -123,14 +124,14 @@ class HostArena:
 logger = logging.getLogger("tiered_zero")
 
 _SLICE_S = 1.0
-"""Seconds between two looks at the clock during a blocked wait."""
+"""Seconds between two checks of the clock during a blocked wait."""
 
 
 @final
 class Lease:
     """Ownership of one staging buffer, until `release()` (any thread; idempotent) or the end of a `with` block.
 
-    `tensor`: [n] uint8; n is the requested size, rounded up to a page. Empty after the release.
+    `tensor`: [n] uint8; n is the requested number of bytes, rounded up to whole pages. After the release, n is 0.
     """
 
     def __init__(self, pool: StagingPool, index: int, holder: str, tensor: torch.Tensor) -> None:
@@ -179,7 +180,7 @@ class StagingPool:
         self._changed = threading.Condition()
         self._leased: dict[int, Lease] = {}
         self._free = list(range(count))[::-1]
-        """The free buffers; the one released last is leased first."""
+        """Indices of the free buffers. The buffer that was released last is leased first."""
         self._closed = False
 
     @property
@@ -187,14 +188,15 @@ class StagingPool:
         return len(self._free)
 
     def lease_nowait(self, nbytes: int, holder: str = "") -> Lease | None:
-        """Lease a buffer if one is free now; else return None. Raises BudgetError if `nbytes` is more than a buffer."""
+        """Lease a buffer if one is free now; else return None. Raises BudgetError if `nbytes` exceeds a buffer's
+        size."""
         with self._changed:
             return self._lease(nbytes, holder)
 
     def lease(self, nbytes: int, holder: str = "", lane: str = "compute") -> Lease:
-        """Lease a buffer; wait until one is free, and record the wait on `lane`. `holder`: a name of the caller, for
-        the error after the timeout, which lists all holders. Raises BudgetError if `nbytes` is more than a buffer, or
-        after the timeout."""
+        """Lease a buffer. If none is free, wait for one, and record the wait on `lane`. `holder`: the caller's name;
+        the error after the timeout lists all holders. Raises BudgetError after the timeout, or if `nbytes` exceeds a
+        buffer's size."""
         with self._changed:
             if (lease := self._lease(nbytes, holder)) is not None:
                 return lease
@@ -207,7 +209,8 @@ class StagingPool:
             return lease
 
     def _wait_free(self) -> bool:
-        """Wait until a buffer is free or the pool closed; return False after `timeout_s`. The caller holds the lock."""
+        """Wait until a buffer is free or the pool is closed. Return False after the timeout. The caller holds the
+        lock."""
         looked_s = time.monotonic()
         until_s = looked_s + self._timeout_s
         while (left_s := until_s - looked_s) > 0:
@@ -230,7 +233,8 @@ class StagingPool:
             lease.release()
 
     def close(self) -> None:
-        """Lease no more buffers; waiting threads raise BudgetError. Log leases still held. Idempotent."""
+        """Close the pool: waiting threads and later leases raise BudgetError. Log the leases that are still held.
+        Idempotent."""
         with self._changed:
             if self._closed:
                 return
@@ -241,7 +245,7 @@ class StagingPool:
 
     def _lease(self, nbytes: int, holder: str) -> Lease | None:
         """Lease a free buffer; return None if there is none. The caller holds the lock. Raises BudgetError if `nbytes`
-        is more than a buffer, or if the pool is closed."""
+        exceeds a buffer's size, or if the pool is closed."""
         if nbytes > self.buffer_nbytes:
             raise BudgetError(
                 f"a lease of {format_nbytes(nbytes)} ({nbytes} bytes) was asked of the {self.kind} buffers; each has "
@@ -281,16 +285,16 @@ class StagingPool:
 
 @final
 class HeapTrim:
-    """Trims malloc's heap when its holes have grown: bytes that are free but still resident. Does nothing without
+    """Trims malloc's heap when its holes, the free bytes that are still resident, have grown. Does nothing without
     mallinfo2 (glibc 2.33). Used by one thread.
 
-    With GPT-2 30M 752 MiB were resident after a step with trims, and 950 to 1,003 MiB without. A mapping per large
-    block (M_MMAP_THRESHOLD) leaves no holes, but a step took a third more CPU time.
+    With GPT-2 30M, 752 MiB were resident after a step with trims, and 950 to 1,003 MiB without. A separate mapping for
+    each large block (M_MMAP_THRESHOLD) leaves no holes, but a step then took a third more CPU time.
     """
 
     def __init__(self, nbytes: int) -> None:
-        """Measure the holes in the heap. `nbytes`: after this many moved bytes, measure them again, and trim the heap
-        if they have grown by more than `nbytes`."""
+        """Measure the holes in the heap. `nbytes`: each time this many bytes have moved, the holes are measured again.
+        If they have grown by more than `nbytes`, the heap is trimmed."""
         self._nbytes = nbytes
         self._moved_nbytes = 0
         self._info = getattr(ctypes.CDLL(None), "mallinfo2", None)
@@ -311,7 +315,8 @@ class HeapTrim:
         self._least_nbytes = min(found, self._least_nbytes)
 
     def _unused_nbytes(self) -> int:
-        """Return the resident bytes outside of malloc's blocks in use: holes, and memory that is not malloc's."""
+        """Return the resident bytes that are not in malloc's used blocks: holes, and memory that malloc has not
+        allocated."""
         info = self._info()  # type: ignore[misc]
         num_pages = int(Path("/proc/self/statm").read_bytes().split()[1])
         return num_pages * mmap.PAGESIZE - int(info.uordblks) - int(info.hblkhd)

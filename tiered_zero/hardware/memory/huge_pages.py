@@ -1,11 +1,12 @@
-"""Give huge pages to paged units, and store them between uses, if the CPU is the device.
+"""Give huge pages to paged units, and store the pages between uses, if the CPU is the device.
 
-A unit has fixed addresses. A fetch maps huge pages of the store at these addresses, and an evict returns the pages to
-the store. Both use mremap(2), which moves entries of the page table, not bytes. malloc would return a large block to
-the system, which clears it page by page at the next use. This took several times as long as reading the unit.
+A unit has fixed addresses. A fetch maps huge pages at these addresses, taken from a store of unused pages. An evict
+returns the pages to the store. Both use mremap(2), which moves entries of the page table, not bytes. malloc would
+return a large block to the system, which clears it page by page at the next use. This took several times as long as
+reading the unit.
 
-The addresses of an evicted unit show NaN (all bits set, -1 as integers). Code that reads a tensor past every guard, as
-`torch.jit.save` does, sees NaN instead of zeros that look like weights.
+The addresses of an evicted unit show NaN (all bits set, -1 as integers). Code that reads a tensor without any guard,
+such as `torch.jit.save`, gets NaN instead of zeros that look like weights.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ _MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _FAILED = ctypes.c_void_p(-1).value
 _MAX_STORED = 4096
-"""The most pages in the store: each is a separate entry in the process's table of mappings."""
+"""The most pages in the store. Each page takes one entry in the process's table of memory mappings."""
 
 
 @final
 class HugePagePool:
     """Maps huge pages at units' addresses, and stores the pages that no unit uses. Used on the driver thread. `nbytes`:
-    the limit of mapped and stored pages together. Raises OSError if the system cannot move pages (not Linux, or Linux
-    before 5.7)."""
+    stored pages are freed if the mapped and stored pages together exceed this. Raises OSError if the system cannot move
+    pages (not Linux, or Linux before 5.7)."""
 
     def __init__(self, nbytes: int) -> None:
         self._libc = _bind()
@@ -57,8 +58,8 @@ class HugePagePool:
         self._store.close()
 
     def map(self, address: int, nbytes: int) -> None:
-        """Map `nbytes`, whole pages, of memory at `address`: first huge pages of the store, then pages of the system.
-        Then free stored pages beyond the limit."""
+        """Map `nbytes` of memory (whole pages) at `address`. Use the store's huge pages first, then new pages of the
+        system. Then free stored pages that exceed the pool's limit."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
         if self._libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == _FAILED:
             raise OSError(ctypes.get_errno(), "mmap of memory for units")
@@ -74,8 +75,8 @@ class HugePagePool:
             self._vacant.append(self._stored.pop())
 
     def unmap(self, address: int, nbytes: int, keep: bool) -> None:
-        """Unmap the memory at `address`. `keep`: whether the store takes as many of its huge pages as it has room for;
-        the other pages are freed."""
+        """Unmap the memory at `address`. `keep`: whether huge pages go into the store, as far as it has room. All other
+        pages are freed."""
         with suppress(OSError):  # the rest is freed
             for index in range(min(nbytes // HUGE_PAGE_NBYTES, len(self._vacant)) if keep else 0):
                 self._move(address + index * HUGE_PAGE_NBYTES, self._vacant[-1])
@@ -84,7 +85,7 @@ class HugePagePool:
         self.show_nans(address, nbytes)
 
     def show_nans(self, address: int, nbytes: int) -> None:
-        """Map the one shared page of NaNs to all of the `nbytes` from `address` on, and free the memory that was mapped
+        """Map the shared page of NaNs over the whole range of `nbytes` at `address`. Free the memory that was mapped
         there."""
         for start in range(0, nbytes, HUGE_PAGE_NBYTES):
             size = min(HUGE_PAGE_NBYTES, nbytes - start)
@@ -120,8 +121,8 @@ class PageRange:
         self._pool.map(self._address_of_first, self._nbytes)
 
     def empty(self, keep: bool = True) -> None:
-        """Unmap the memory. `keep`: whether the store may keep the pages. False frees them, because something may still
-        write to them."""
+        """Unmap the memory. `keep`: whether the store may keep the pages. Pass False if a transfer may still write to
+        the pages; they are then freed."""
         self._pool.unmap(self._address_of_first, self._nbytes, keep)
 
 

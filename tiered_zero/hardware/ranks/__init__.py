@@ -1,1 +1,2 @@
-"""Connect the ranks of a run: collectives over torch.distributed, joint decisions, and failures that ranks post."""
+"""Connect the ranks of a run: collectives over torch.distributed, decisions that ranks make together, and reports of
+failed ranks."""

@@ -36,11 +36,11 @@ logger = logging.getLogger("tiered_zero")
 
 
 class Collectives:
-    """The other ranks of a run. Used on the driver thread only; every rank makes the same calls in the same order.
-    `what`: names the call in errors. Raises RankError if another rank fails or does not answer.
+    """The collectives of a run. Used on the driver thread only; every rank makes the same calls in the same order.
+    `what` names a call in errors. A call raises RankError if another rank fails or does not answer.
 
-    This class is for a run with one rank: each method returns its input, and changes no bit. `ProcessGroups` is for
-    several ranks."""
+    This class is for a run with one rank: each result equals its input, bit for bit. `ProcessGroups` is for several
+    ranks."""
 
     rank = 0
     world_size = 1
@@ -49,15 +49,15 @@ class Collectives:
         """Prepare the collectives. `dist_init_required`: if it is False, `open` creates no process group."""
         self.traffic = RankTraffic()
         self.recorder = Recorder()
-        """Records a span for each gather and reduction, with this rank's bytes, and a span `wait_ranks` for each wait
-        of the driver."""
+        """Records a span with its bytes for each gather and reduction, and a span `wait_ranks` for each wait of the
+        driver thread."""
         self._dist_init_required = dist_init_required
         self._owns_group = False
 
     def open(self) -> None:
-        """Connect to the other ranks, before any other call, on every rank at the same time. Call `close` even if it
-        raises. With one rank, create a private group if there is none, so that scripts can ask torch.distributed for a
-        rank. Raises ModelError and RankError."""
+        """Connect to the other ranks. Every rank calls this at the same time, before any other call. Call `close` even
+        if this raises. With one rank, create a private process group if there is none, so that scripts can ask
+        torch.distributed for a rank. Raises ModelError and RankError."""
         self._check_world_size("the launcher's WORLD_SIZE", launched_world_size())
         if not dist.is_available():
             return
@@ -76,13 +76,13 @@ class Collectives:
         order: str | None = None,
         bounds: Sequence[int] | None = None,
     ) -> Transfer:
-        """Start to fill `flat` [W * n] with the `shard` [n] of each of W ranks, in rank order. `shard` may be this
-        rank's part of `flat`. Leave both alone until the transfer is done. `after`: transfers that fill `shard`; an
-        error of one becomes the error of the returned transfer.
+        """Start to fill `flat` [W * n] with the shards of all W ranks, in rank order. `shard` [n]: this rank's shard;
+        it may be a view of `flat`. Do not use either tensor until the transfer is done. `after`: transfers that fill
+        `shard`; if one fails, the returned transfer fails with the same error.
 
-        `order`: a name of what is gathered. If the ranks' names differ, all raise RankError. None: they are not
-        compared, and all ranks must gather in one order. `bounds`: W + 1 offsets in `flat`, of shards of any sizes;
-        None: all shards have one size.
+        `order`: a name for the gathered data. If the ranks' names differ, every rank raises RankError. None: names are
+        not compared, and all ranks must gather in the same order. `bounds`: W + 1 offsets in `flat`, for shards of
+        different sizes; None: all shards have the same size.
         """
         wait_all(after)
         if flat.data_ptr() != shard.data_ptr():
@@ -98,12 +98,12 @@ class Collectives:
         after: Sequence[Transfer] = (),
         bounds: Sequence[int] | None = None,
     ) -> Transfer:
-        """Start to sum the buckets of all W ranks, one part on each. On rank r, part number r of `bucket` [W * n]
-        becomes its sum over all ranks, added in rank order. The other parts become undefined.
+        """Start to sum the buckets of all W ranks. Each rank gets one part: on rank r, part r of `bucket` [W * n]
+        becomes the sum over all ranks, added in rank order. The other parts become undefined.
 
-        `room`: 1-D memory to receive parts: at least W - 1 elements, at best (W - 1) n. Leave `bucket` and `room` alone
-        until the transfer is done. `after`: transfers that come first. `bounds`: W + 1 offsets in `bucket`, of parts of
-        any sizes; None: all parts have one size.
+        `room`: a 1-D buffer for received parts: at least W - 1 elements; (W - 1) n elements allow a single exchange. Do
+        not use `bucket` and `room` until the transfer is done. `after`: transfers to wait for first. `bounds`: W + 1
+        offsets in `bucket`, for parts of different sizes; None: all parts have the same size.
         """
         wait_all(after)
         return COMPLETED
@@ -112,8 +112,8 @@ class Collectives:
         """Fill `tensor` with rank `source`'s tensor. Blocks."""
 
     def exchange(self, data: bytes, what: str = "messages", *, kind: str = "") -> list[bytes]:
-        """Return every rank's `data`, of any length, in rank order. Blocks. `kind`: every rank raises RankError if the
-        ranks' kinds differ; "": `what` is the kind."""
+        """Return every rank's `data`, of any length, in rank order. Blocks. `kind`: a name for the kind of call; if the
+        ranks' kinds differ, every rank raises RankError. "": use `what`."""
         return [data]
 
     def fail(self, message: str) -> None:
@@ -153,9 +153,9 @@ class Collectives:
 
 
 def ensure_many(timeout_s: float, dist_init_required: bool | None = None) -> None:
-    """Initialize torch.distributed from the launcher's environment if it is not initialized. `timeout_s`: a rank that
-    does not answer in this time is an error. `dist_init_required`: False: raise ModelError instead of initializing it.
-    Raises ModelError and RankError."""
+    """Initialize torch.distributed from the launcher's environment if it is not initialized. `timeout_s`: the most
+    seconds to wait for another rank. `dist_init_required`: if False, raise ModelError instead. Raises ModelError and
+    RankError."""
     if is_initialized():
         return
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -184,8 +184,8 @@ def ensure_many(timeout_s: float, dist_init_required: bool | None = None) -> Non
 
 
 def _meet(timeout_s: float) -> None:
-    """Initialize torch.distributed on a separate thread, because a signal can interrupt Python's wait for a thread, but
-    not a wait inside of torch."""
+    """Initialize torch.distributed on a separate thread, and wait for the thread. A signal can interrupt this wait, but
+    not a wait inside torch."""
     met = Completion()
 
     def meet() -> None:
@@ -202,7 +202,8 @@ def _meet(timeout_s: float) -> None:
 
 
 def _restarted_store(timeout: timedelta) -> dict[str, Any]:
-    """Return arguments for `init_process_group` after a restart: a store without the addresses of the ended ranks."""
+    """Return arguments for `init_process_group`. After a restart on one host, they include a store without the
+    addresses of the ended ranks; else there are none."""
     if not num_restarts() or not is_one_host():  # hosts may count restarts differently
         return {}
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
@@ -212,8 +213,8 @@ def _restarted_store(timeout: timedelta) -> dict[str, Any]:
 
 def open_default_group(timeout_s: float = 1800.0, dist_init_required: bool | None = None) -> None:
     """Initialize torch.distributed if it is not initialized: with the launcher's ranks, or with one rank if there is no
-    launcher. `timeout_s`: a rank that does not answer in this time is an error. `dist_init_required`: False: never
-    initialize it. Raises ModelError and RankError."""
+    launcher. `timeout_s`: the most seconds to wait for another rank. `dist_init_required`: if False, never initialize
+    it. Raises ModelError and RankError."""
     if get_world_size() > 1:
         ensure_many(timeout_s, dist_init_required)
     else:
@@ -222,7 +223,7 @@ def open_default_group(timeout_s: float = 1800.0, dist_init_required: bool | Non
 
 @functools.cache
 def _keep_group_in_children() -> None:
-    """Keep the default group alive in forked children: its destructor joins gloo's threads, which a child does not
+    """Keep the default group alive in forked children. Its destructor would join gloo's threads, which a child does not
     have."""
 
     def keep() -> None:
@@ -246,10 +247,10 @@ def agree(
     """Run `act` on every rank at the same time, and return the ranks' results in rank order. Used on the driver thread;
     blocks.
 
-    If `act` raises on one rank, every rank raises an error of the same class, and the run can go on. An `act` that
-    fails between collectives must call `ranks.fail`, because the other ranks wait in a collective. `call`: names the
-    act in errors. `encode`, `decode`: convert a result to JSON and back. Raises RankError if another rank makes a
-    different `call`, has failed, or does not answer.
+    If `act` raises on one rank, every rank raises an error of the same class (other ranks: TieredZeroError for a class
+    outside this package), and the run can go on. An `act` that fails between collectives must call `ranks.fail`,
+    because the other ranks wait in a collective. `call`: names the act in errors. `encode`, `decode`: convert a result
+    to JSON and back. Raises RankError if another rank makes a different `call`, has failed, or does not answer.
     """
     if ranks.world_size == 1:
         return [act()]

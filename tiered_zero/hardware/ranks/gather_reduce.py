@@ -1,6 +1,6 @@
-"""Gather and reduce host memory over gloo, and memory on a device with the backend that torch has for it.
+"""Gather and reduce tensors: in host memory over gloo, and in device memory over torch's backend for the device.
 
-All functions run on a lane (a worker thread) of `ProcessGroups`.
+`split_rows` runs on the driver thread. All other functions run on a lane (a worker thread).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from tiered_zero.errors import RankError
 from tiered_zero.hardware.ranks.launcher import all_gather_single
 
 ORDER_NBYTES = 256
-"""The size of the messages in which ranks compare what they gather: a digest, and as much of the text as fits."""
+"""Bytes of the message that names a rank's gather: a digest of the name, then as much of the name as fits."""
 
 
 def split_rows(flat: torch.Tensor, bounds: Sequence[int] | None, world_size: int) -> list[torch.Tensor]:
-    """Return a view of each rank's part of `flat`. `bounds`: W + 1 offsets of the parts; None: all parts have one size.
-    Every rank must pass the same sizes: gloo ends the process otherwise."""
+    """Return a view of each rank's part of `flat`. `bounds`: W + 1 offsets of the parts; None: all parts have the same
+    size. Every rank must pass the same sizes; otherwise gloo ends the process."""
     ends = range(0, flat.numel() + 1, flat.numel() // world_size or 1) if bounds is None else bounds
     rows = [flat[start:stop] for start, stop in pairwise(ends)]
     assert len(rows) == world_size and ends[-1] == flat.numel(), "bounds cover the whole"
@@ -30,7 +30,8 @@ def split_rows(flat: torch.Tensor, bounds: Sequence[int] | None, world_size: int
 
 
 def add_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Add `parts` in their order, and write the sum to `out`, which is one of them. The other parts are overwritten."""
+    """Add `parts` in their order, and write the sum to `out`, which is one of the parts. The other parts are
+    overwritten."""
     first, *others = parts
     room = first if first is not out else others[0]
     for number, part in enumerate(others, start=1):
@@ -38,13 +39,13 @@ def add_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
 
 
 def compare_order(order: str, group: Any, world_size: int) -> None:
-    """Compare the names of what the ranks gather now; raise RankError if they differ. `order`: this rank's name.
-    `group`: a process group over host memory.
+    """Compare the ranks' names for the data that they gather now; raise RankError if the names differ. `order`: this
+    rank's name. `group`: a process group over host memory.
 
-    [Note: Comparisons before gathers] At stage 3 ranks compare what they gather, over the host's backend, before each
-    launch. Without this, gathers of different units would mix their bytes if the units have one size, and hang if they
-    have two. A comparison takes 0.26 ms (2 ranks of one host). For a device it has its own lane, and runs during the
-    fetch of the shard. A modelled step of 7B takes 2.2 s with comparisons and without."""
+    [Note: Comparisons before gathers] At stage 3, ranks compare what they gather before each gather, over the host's
+    backend. Without this, gathers of different units would mix the units' bytes if the units have the same size, and
+    hang if they do not. A comparison takes 0.26 ms (2 ranks on one host). With a device, comparisons have their own
+    lane, and run while the shard is fetched. A modelled step of a 7B model takes 2.2 s with and without comparisons."""
     message = sha256(order.encode()).digest() + order.encode()
     own = torch.frombuffer(bytearray(message[:ORDER_NBYTES].ljust(ORDER_NBYTES)), dtype=torch.uint8)
     out = torch.empty(world_size * ORDER_NBYTES, dtype=torch.uint8, device="cpu")
@@ -62,14 +63,14 @@ def compare_order(order: str, group: Any, world_size: int) -> None:
 
 
 def gather_on_host(rows: Sequence[torch.Tensor], shard: torch.Tensor, rank: int, part_numel: int, group: Any) -> None:
-    """Fill `rows`, one view for each rank, with the ranks' shards, at most `part_numel` elements in a message. `shard`:
-    this rank's; it may be `rows[rank]` itself.
+    """Fill `rows`, one view for each rank, with the ranks' shards. A message has at most `part_numel` elements.
+    `shard`: this rank's shard; it may be `rows[rank]` itself.
 
-    [Note: Collectives by owner] A gather is a broadcast of each rank's shard. A reduction sends each part to the rank
-    that owns it, which adds what it receives in rank order. All messages of a call are under way at once. Parts may
-    differ in size, and move without copies. gloo's all_gather and reduce_scatter first copy everything: for 64 MiB at 4
-    ranks on one host the gather took 235 ms, the broadcasts 58 ms. gloo's reduce adds in an order that depends on an
-    element's place in the tensor.
+    [Note: Collectives by owner] A gather broadcasts each rank's shard. A reduction sends each part to the rank that
+    owns it, and this rank adds the parts in rank order. Up to `part_numel` elements of every part are sent at once.
+    Parts may differ in size, and are sent without copies. gloo's all_gather and reduce_scatter copy everything first:
+    for 64 MiB and 4 ranks on one host, the gather took 235 ms, the broadcasts took 58 ms. gloo's reduce adds in an
+    order that depends on an element's place in the tensor.
     """
     _copy_own(rows[rank], shard)
     for start in range(0, max(row.numel() for row in rows), part_numel):
@@ -84,7 +85,7 @@ def gather_on_host(rows: Sequence[torch.Tensor], shard: torch.Tensor, rank: int,
 def gather_on_device(
     flat: torch.Tensor, rows: Sequence[torch.Tensor], shard: torch.Tensor, rank: int, group: Any
 ) -> None:
-    """Fill `rows`, one view of `flat` for each rank, with the ranks' shards. `shard`: this rank's; it may be
+    """Fill `rows`, one view of `flat` for each rank, with the ranks' shards. `shard`: this rank's shard; it may be
     `rows[rank]` itself."""
     _copy_own(rows[rank], shard)
     parts = [row.view(torch.uint8) for row in rows]  # not every backend has every dtype
@@ -102,7 +103,8 @@ def _copy_own(row: torch.Tensor, shard: torch.Tensor) -> None:
 
 
 Exchange = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor], int, Any], None]
-"""exchange(sent, received, rank, group): send `sent[r]` to each other rank r, and receive `received[r]` from it."""
+"""A function exchange(sent, received, rank, group): sends `sent[r]` to every other rank r, fills `received[r]` from
+rank r."""
 
 
 def reduce(

@@ -17,11 +17,11 @@ from tiered_zero.errors import ConfigError, ModelError
 _INTERFACE_KEY = "GLOO_SOCKET_IFNAME"
 
 HOST_BACKEND = "gloo"
-"""The backend that carries control messages, and bytes in host memory."""
+"""The torch.distributed backend for control messages and for tensors in host memory."""
 
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""torch's all-gather of one tensor from each rank into one: (output, input, group). torch 2.13 has renamed
-`all_gather_into_tensor` and warns about the old name, the only one in 2.11 and 2.12."""
+"""torch's function (output, input, group) that gathers one tensor from each rank into one output tensor. torch 2.11 and
+2.12 call it `all_gather_into_tensor`. torch 2.13 has renamed it, and warns about the old name."""
 
 
 def is_initialized() -> bool:
@@ -36,13 +36,14 @@ def barrier() -> None:
 
 
 def launched_number(variable: str, default: int) -> int:
-    """Return the number in an environment variable that a launcher such as torchrun sets, else `default`."""
+    """Return the number in `variable`, which a launcher such as torchrun sets. Return `default` if there is no
+    number."""
     text = os.environ.get(variable, "")
     return int(text) if text.isdigit() else default
 
 
 def launched_world_size() -> int:
-    """Return the launcher's WORLD_SIZE, or 1 without one. Raises ModelError for an invalid number of ranks."""
+    """Return the launcher's WORLD_SIZE, or 1 if it is not set. Raises ModelError for an invalid number of ranks."""
     launched = os.environ.get("WORLD_SIZE", "") or "1"
     if not launched.isdecimal() or int(launched) < 1:
         raise ModelError(
@@ -78,7 +79,7 @@ def is_one_host() -> bool:
 
 
 def launch_name() -> str:
-    """Return the name of torchrun's run, which stays the same over restarts; "" without torchrun."""
+    """Return the name of torchrun's run; "" without torchrun. A restart does not change the name."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
@@ -89,8 +90,8 @@ def num_restarts() -> int:
 
 @contextmanager
 def network_interface() -> Iterator[None]:
-    """Inside the `with` block, make gloo use the network interface by which ranks reach each other. If the user has set
-    GLOO_SOCKET_IFNAME, it stays."""
+    """Make gloo use the network interface that connects the ranks, inside the `with` block. If the user has set
+    GLOO_SOCKET_IFNAME, keep the user's value."""
     before = os.environ.get(_INTERFACE_KEY)
     # By itself gloo uses the host's name, which may not resolve, or resolve to loopback.
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")] if is_one_host() else _routed()
@@ -104,7 +105,8 @@ def network_interface() -> Iterator[None]:
 
 
 def _routed() -> list[str]:
-    """Return the network interface from which packets to MASTER_ADDR start; an empty list if there is no route."""
+    """Return the network interface that sends packets to MASTER_ADDR, in a list. The list is empty if there is no
+    route."""
     try:
         found = socket.getaddrinfo(os.environ.get("MASTER_ADDR", ""), 9, type=socket.SOCK_DGRAM)
         family, kind, protocol, _, address = found[0]

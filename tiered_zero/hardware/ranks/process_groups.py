@@ -43,23 +43,24 @@ from tiered_zero.hardware.ranks.rank_failures import CollectiveCall, CollectiveT
 logger = logging.getLogger("tiered_zero")
 
 GROUPS = ("collectives", "control")
-"""Names of the process groups of host memory; each has a lane (a worker thread). "collectives": gathers and reductions.
-"control": calls for which the driver thread waits. With a device there is also "order": comparisons of gathers."""
+"""Names of the process groups for host memory. Each group has a lane (a worker thread). "collectives" runs gathers and
+reductions. "control" runs calls for which the driver thread waits. With a device, "order" compares the gathers'
+names."""
 
 DEVICE = "device"
-"""The name of the process group and lane of a device's gathers and reductions.
+"""The name under which gathers and reductions on a device are submitted.
 
 [Note: Collectives of a device] Gathers and reductions share one process group and one lane, and all ranks make their
-calls in one order. (A second group would need this order, too: kernels of both wait in one device's queues.) The lane's
-stream waits for the events of earlier work, and later work waits for events of that stream: the host waits for no
-device. A reduction exchanges parts, and each rank sums them in rank order, as on the host ([Note: Collectives by
-owner]). The backend's own reduction adds in an order that depends on the number of ranks and bytes."""
+calls in the same order. (Two groups would also need one order, because their kernels wait in the same device queues.)
+The lane's stream waits for the events of earlier work, and later work waits for events of that stream, so the host does
+not wait for the device. A reduction exchanges parts, and each rank adds them in rank order, as on the host ([Note:
+Collectives by owner]). The backend's own reduction adds in an order that depends on the number of ranks and bytes."""
 
 FREED_S = 5.0
-"""The most seconds of one wait, at the close of an engine, for collectives under way."""
+"""The most seconds that one wait for running collectives takes while an engine closes."""
 
 INLINE_NBYTES = 248
-"""The most bytes of data that an `exchange` sends in one collective, of 256 bytes per rank."""
+"""The most bytes of data for which an `exchange` needs only one collective."""
 
 _HEAD = struct.Struct("<II")
 """The header of an exchange's message: the number of bytes of data, and a checksum of the kind of call."""
@@ -76,7 +77,7 @@ class _Phase(Enum):
 
 @final
 class _SharedNotices(logging.Filter):
-    """Drops notices and warnings on every rank but 0, because all ranks log the same ones."""
+    """Drops notices and warnings on all ranks except rank 0, because all ranks log the same ones."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -88,15 +89,16 @@ class _SharedNotices(logging.Filter):
 
 @final
 class ProcessGroups(Collectives):
-    """The collectives of a run with several ranks. CPU tensors use this object's own gloo groups, device tensors the
-    device's backend. Used on the driver thread; has lanes (worker threads) of its own.
+    """The collectives of a run with several ranks. CPU tensors use gloo groups that this object makes; device tensors
+    use the device's backend. Used on the driver thread. The collectives run on lanes (worker threads).
 
     A rank that fails posts a message and closes its groups. Within seconds every other rank raises RankError with this
-    message. A rank that is stopped posts nothing: the timeout finds it.
+    message. A rank that is stopped posts nothing; the other ranks raise RankError after the timeout.
     """
 
     def __init__(self, timeout_s: float, gather_numel: int) -> None:
-        """Read rank and world size from torch.distributed. `gather_numel`: the most elements of a gather at once."""
+        """Read rank and world size from torch.distributed. `gather_numel`: the most elements that a gather moves at
+        once."""
         super().__init__()
         self._timeout_s = timeout_s
         self._gather_numel = gather_numel
@@ -106,7 +108,7 @@ class ProcessGroups(Collectives):
         self._accelerator: Accelerator | None = None
         self._device_group: Any = None
         self._last: dict[str, CollectiveTransfer] = {}
-        """The last collective of each lane. The next gather or reduction waits for it: [Note: Gathers that meet]."""
+        """Lane -> its last collective. The next gather or reduction waits for it: [Note: Gathers that meet]."""
         self._phase = _Phase.NEW
         self._why_closed = "its engine was closed"
         self._notices = _SharedNotices(self.rank)
@@ -145,7 +147,7 @@ class ProcessGroups(Collectives):
         self._lanes["order"] = Lane(f"rank {self.rank} order", run_job)
 
     def _try_device(self, accelerator: Accelerator) -> None:
-        """Run a first gather and reduction, because many backends connect only then, and a failure should be raised
+        """Run a first gather and reduction. Many backends connect only then, and a failure to connect should be raised
         here."""
         ranks = torch.arange(self.world_size, device=accelerator.device)
         own, room = ranks[self.rank : self.rank + 1], torch.empty_like(ranks)[1:]
@@ -260,10 +262,11 @@ class ProcessGroups(Collectives):
         """Submit a collective to the lane `name`. `nbytes`: this rank's bytes, for the recorded span; 0: no span.
         `after`, `holds`: see `Lane.submit`.
 
-        [Note: Gathers that meet] The n-th gather of a rank takes the bytes of the n-th gather of the other ranks,
-        whatever they are: gathers have no names unless their order is compared. So once a gather fails on a rank, for
-        example because its fetch failed, that rank makes no later gather or reduction: the other ranks would take it
-        for the failed one. This holds on a device, too. The other ranks wait until this rank posts its error.
+        [Note: Gathers that meet] The n-th gather of a rank receives the bytes of the n-th gather of every other rank,
+        even if they gather different data: gathers have no names unless their order is compared. So after a gather has
+        failed on a rank, for example because its fetch failed, this rank makes no later gather or reduction. The other
+        ranks would take the later one for the failed one. This holds on a device, too. The other ranks wait until this
+        rank posts its error.
         """
         if name == DEVICE:
             assert self._accelerator is not None, "a device is connected before anything on it is gathered or reduced"
@@ -289,7 +292,8 @@ class ProcessGroups(Collectives):
         return transfer
 
     def _count(self, name: str, kind: str) -> CollectiveCall:
-        """Count a collective of the group `name` that begins now. Raises RankError if the groups are closed."""
+        """Count a new collective of the group `name`, and return its `CollectiveCall`. Raises RankError if the groups
+        are closed."""
         self._check_open()
         self.failures.num_calls[name] += 1
         return CollectiveCall(group=name, number=self.failures.num_calls[name], kind=kind)
@@ -318,8 +322,8 @@ class ProcessGroups(Collectives):
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Close the groups and the lanes; wait some seconds at most for collectives under way. Idempotent. If an
-        error ends this rank's program, the other ranks raise RankError with the text of that error."""
+        """Close the groups and the lanes. Wait at most some seconds for running collectives. Idempotent. If an error
+        ends this rank's program, the other ranks raise RankError with the text of that error."""
         if self._phase is _Phase.CLOSED:
             return
         if (uncaught := getattr(sys, "last_value", None)) is not None:
@@ -356,7 +360,8 @@ class ProcessGroups(Collectives):
                 dist.destroy_process_group(group)
 
     def _close_lanes(self) -> None:
-        """End the threads of lanes, except one that is still blocked after FREED_S because another rank is stopped."""
+        """End the threads of the lanes. A thread that is still blocked after FREED_S is left running: another rank is
+        stopped."""
         self._ends_in_time()  # a thread that returned from C++ while Python ends would crash the process
         for name, lane in self._lanes.items():
             if name not in self._last or self._last[name].done():
@@ -380,7 +385,7 @@ def make_collectives(
 ) -> Collectives:
     """Make the collectives of a run, on every rank at the same time. The caller opens and closes them.
 
-    `timeout_s`: a rank that does not answer in this time is an error. `dist_init_required`: False: never initialize
+    `timeout_s`: the most seconds to wait for another rank. `dist_init_required`: if False, never initialize
     torch.distributed. `gather_numel`: the most elements that a gather moves at once. Raises ModelError and RankError.
     """
     if get_world_size() == 1:

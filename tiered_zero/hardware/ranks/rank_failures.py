@@ -16,23 +16,23 @@ from tiered_zero.hardware.device.accelerator import THIS_THREAD, LaneTransfer
 from tiered_zero.telemetry.spans import Recorder
 
 GRACE_S = 3.0
-"""Seconds that a rank waits after its connection broke: the failed rank may still post its message, and the launcher
-sees which rank ended first."""
+"""Seconds that a rank waits for a failed rank's message after a connection broke. The wait also lets the launcher see
+which rank ended first."""
 
 POLL_S = 0.5
-"""Seconds between two looks for a failed rank's message in the store, during a blocked wait."""
+"""Seconds between two checks of the store for a failed rank's message, during a blocked wait."""
 
 _FAILED, _CLOSED, _WAITS = "failed", "closed", "wait"
-"""Keys of the store: of the first failure; and, for each rank, of whether it has closed its engine, and of what it
-waits for."""
+"""Keys of the store. The first key holds the first failure. The other two are prefixes of keys for each rank: that the
+rank has closed its engine, and what the rank waits for."""
 
 _ALL = "all"
-"""Posted in place of a failed rank's number if no single rank has failed: every rank raises the message unchanged."""
+"""Posted instead of a rank's number if no single rank has failed. Every rank then raises the message unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCall:
-    """One collective of this rank. In a group, the calls of all ranks that have the same `number` belong together."""
+    """One rank's call of a collective. In a group, the calls with the same `number` on all ranks belong together."""
 
     group: str  # name of the process group
     number: int  # in the group, from 1
@@ -41,7 +41,7 @@ class CollectiveCall:
 
 @dataclass(frozen=True, kw_only=True)
 class RankWaits:
-    """What one rank waits for."""
+    """One rank's wait, as posted in the store."""
 
     text: str = ""  # the wait in words; "": the rank does not wait
     call: CollectiveCall | None = None  # in which the driver thread is blocked
@@ -55,7 +55,8 @@ class RankWaits:
 
 
 def find_blocked(waits: Sequence[RankWaits]) -> set[int]:
-    """Return the ranks that wait for each other for ever: each in a collective that another of them has not made."""
+    """Return the ranks that wait for each other for ever. Each waits in a collective that another of these ranks has
+    not made."""
     # Right even if the posts are of different times: none of these ranks can end its wait first, because it needs a
     # call that another of them makes only after its own wait.
     blocked = {rank for rank, each in enumerate(waits) if each.call is not None}
@@ -87,8 +88,8 @@ class RankFailures:
     def __init__(
         self, store: Any, rank: int, world_size: int, timeout_s: float, traffic: RankTraffic, recorder: Recorder
     ) -> None:
-        """Post that this rank has begun. `store`: has this run's keys only. `timeout_s`: the timeout of a collective,
-        which messages name. `traffic`, `recorder`: count and record the waits of the driver thread."""
+        """Post that this rank has begun. `store`: has only this run's keys. `timeout_s`: the timeout of a collective,
+        for error messages. `traffic`, `recorder`: count and record the waits of the driver thread."""
         self._store = store
         self._rank = rank
         self._world_size = world_size
@@ -122,8 +123,8 @@ class RankFailures:
             raise self.found
 
     def check_blocked(self) -> None:
-        """Raise RankError, on every rank, if this rank and others wait for each other for ever. Used on the driver
-        thread, after it has posted its wait."""
+        """Raise RankError on every rank if this rank and others wait for each other for ever. Call it on the driver
+        thread, after that thread has posted its wait."""
         blocked: set[int] = set()
         with suppress(Exception):
             blocked = find_blocked(self._read_waits())
@@ -164,7 +165,7 @@ class RankFailures:
             self._store.set(f"{_CLOSED}/{self._rank}", "")
 
     def _find_cause(self, error: BaseException, what: str) -> RankError:
-        """Find why a collective ended."""
+        """Return the error that ended the collective `what`. Wait at most GRACE_S for a failed rank's message."""
         if not self._driver_waits:
             self.post_wait(what, None)
         # A failed rank posts its message before it closes its groups. A killed rank posts nothing: wait, so that this
@@ -230,8 +231,8 @@ class RankFailures:
 
 @final
 class CollectiveTransfer(LaneTransfer):
-    """One collective. A wait for its launch ends with RankError if another rank fails first. In host memory it is
-    complete once it is launched."""
+    """The transfer of one collective. A wait for the launch raises RankError if another rank fails first. In host
+    memory, a collective is complete once it is launched."""
 
     def __init__(self, failures: RankFailures, call: CollectiveCall, what: str) -> None:
         super().__init__(launched=threading.Event())

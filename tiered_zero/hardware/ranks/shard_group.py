@@ -29,9 +29,8 @@ class StepHook(JoinHook):
 
 @final
 class ShardGroup:
-    """Sends tensors and values between the ranks of `process_group`. If it is None, they are those of torch's default
-    group, or this process alone if there is no group. Raises torch's error if a launcher has started several processes
-    without a group."""
+    """Sends tensors and values between the ranks of `process_group`. None: use torch's default group; if there is none,
+    this process is the only rank. Raises torch's error if a launcher has started several processes without a group."""
 
     def __init__(self, process_group: Any = None) -> None:
         self.process_group: Any = process_group
@@ -51,7 +50,7 @@ class ShardGroup:
         return dist.broadcast(tensor, self._global(source), group=self.process_group, async_op=True)
 
     def exchange(self, value: str) -> list[str]:
-        """Return every rank's `value`, in rank order. Collective."""
+        """Return every rank's `value`, in rank order. Every rank must call this."""
         found = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(found, value, group=self.process_group)
