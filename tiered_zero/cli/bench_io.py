@@ -1,7 +1,7 @@
 """Find the best of four aio settings for a disk: `tiered-zero bench io DIR`.
 
-Each setting is tried on one file with reads, writes, and both at once; its score is the geometric mean of the rates.
-The rates of the default setting are saved for plans.
+Each setting is tried on one file: reads, writes, and both at once. Its score is the geometric mean of the three rates.
+The rates of the default setting are saved for `plan`.
 """
 
 from __future__ import annotations
@@ -34,20 +34,19 @@ SETTINGS = (
     IOSettings(block_size=2 * MIB, queue_depth=4),
     IOSettings(block_size=2 * MIB, queue_depth=16),
 )
-"""The default setting; then those that were best in tools/bench/records/io.jsonl: for reads, for reads and writes at
-once (measured by fio), and for writes."""
+"""The first setting is the default. The others were the best in tools/bench/records/io.jsonl: for reads, for reads and
+writes at once (measured with fio), and for writes."""
 
 MAX_SECONDS = 60
 """The largest value of --seconds, and its default."""
 
 WANTED_NBYTES = GIB
-"""The size of the file, if time and space suffice: larger than the cache of most drives."""
+"""Bytes of the test file if time and space allow: more than the cache of most drives."""
 
 LEAST_NBYTES = 4 * MIB
 _LEAST_TRIAL_S = 0.01
 _FILL_SHARE, _END_SHARE = 0.15, 0.05
-"""The share of the given seconds for writing the file before the trials, and the share that is left over at the end, so
-that the command ends in time."""
+"""Shares of the given seconds: for writing the test file first, and to keep free, so that the command ends in time."""
 
 
 @click.group("bench")
@@ -66,9 +65,9 @@ def bench() -> None:
 )
 @JSON_OPTION
 def io(directory: Path, seconds: float, as_json: bool) -> None:
-    """Find the best of four aio settings for the disk of DIRECTORY, by its rates of reads, writes and both at once.
+    """Find the best of four aio settings for the disk of DIRECTORY: measure reads, writes, and both at once.
 
-    Writes a file of at most 1 GiB there and removes it. The rates of the default settings are kept for `plan`.
+    Writes a file of at most 1 GiB to DIRECTORY and removes it. Saves the rates of the default setting for `plan`.
     """
     begun_s = time.perf_counter()
     click.echo(f"Measuring {directory} for at most {seconds:g} s.", err=True)
@@ -83,9 +82,9 @@ def io(directory: Path, seconds: float, as_json: bool) -> None:
 
 
 def measure_directory(directory: Path, end_s: float, choices: Sequence[IOSettings] = SETTINGS) -> dict[str, Any]:
-    """Measure the disk of `directory` with each of `choices`; return what `bench io --json` prints. `end_s`: when to
-    end, by time.perf_counter(). The first of `choices` must be the default: its rates are the report's "disk". Raises
-    ConfigError, PlanError, StoreError."""
+    """Measure the disk of `directory` with each of `choices`, and return the report. `end_s`: when to end, by
+    time.perf_counter(). The first of `choices` must be the default: its rates are the report's "disk". Raises
+    ConfigError, PlanError, StoreError, TransferError."""
     fstype = filesystem_type(directory)
     notes = [line.removeprefix("nvme_path ") for line in filesystem_warnings(str(directory), fstype)]
     swap = SwapDir.create([directory], owner_note="bench io")
@@ -126,8 +125,8 @@ def measure_directory(directory: Path, end_s: float, choices: Sequence[IOSetting
 
 
 def _fill(path: str, directory: Path, free_nbytes: int, seconds: float, notes: list[str]) -> int:
-    """Write the file `path` of WANTED_NBYTES, or of what space and `seconds` allow, and return its bytes. If it is
-    smaller, add a note. Raises PlanError if the disk has no room for LEAST_NBYTES."""
+    """Write the test file `path` and return its bytes: WANTED_NBYTES, or fewer if space or `seconds` do not allow more.
+    Then also add a note. Raises PlanError if the disk has no room for LEAST_NBYTES."""
     room_nbytes = free_nbytes * 4 // 5 // MIB * MIB
     if room_nbytes < LEAST_NBYTES:
         raise PlanError(

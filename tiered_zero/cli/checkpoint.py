@@ -28,22 +28,22 @@ if TYPE_CHECKING:
     from tiered_zero.checkpoint.tag import TagInfo
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Value of --dtype -> torch's name of the dtype; torch is not imported, so that --help is fast."""
+"""Value of --dtype -> name of the torch dtype. A name, because importing torch would make --help slow."""
 
 
 @click.group("checkpoint")
 def checkpoint() -> None:
-    """List and check the checkpoints that save_checkpoint and `train --save` write, and turn them into weights."""
+    """List, check, export and remove the checkpoints that save_checkpoint and `train --save` write."""
 
 
 @checkpoint.command("ls", short_help="List checkpoints: step, bytes, whole or not and why.")
 @directory_argument
 @JSON_OPTION
 def ls(directory: Path, as_json: bool) -> None:
-    """List the checkpoints in DIRECTORY, oldest first: kind, step, bytes, whether it is whole (if not, why), when it
-    was written, and by what.
+    """List the checkpoints in DIRECTORY, oldest first: kind, step, bytes, whether each is whole (if not, why), when it
+    was written, and by which versions.
 
-    Their bytes are not read: `verify` reads them.
+    Does not read the checkpoints' data: `verify` does.
     """
     tags, latest = _tags(directory), _latest(directory)
     if as_json:
@@ -79,10 +79,9 @@ def verify_command(directory: Path, as_json: bool) -> None:
     checkpoint is broken, lost or not verified, or if no checkpoint is whole.
 
     An in-place commit that `latest` names is reported as lost if its swap directory is gone or damaged, or on another
-    host. A save under way or cut off, an older in-place commit and another program's checkpoint do not change the exit
-    code.
-    The commit of a live run is not verified: stop that run first. DIRECTORY may also be the swap directory of a run
-    with in-place commits.
+    host. A running or interrupted save, an older in-place commit and another program's checkpoint do not change the
+    exit code. The commit of a live run is not verified: stop that run first. DIRECTORY may also be the swap directory
+    of a run with in-place commits.
     """
     from tiered_zero.checkpoint.tag import find_damage, swap_directories
 
@@ -139,8 +138,8 @@ def _echo_reasons(reasons: Iterable[tuple[str, str]]) -> None:
 
 
 def _span(tags: Sequence[str]) -> str:
-    """Return the names of consecutive tags as text. If there are more than 6, name only the first and the last, and add
-    their number."""
+    """Return the names of `tags` as one text. For more than 6 tags: only the first and the last, and the number of
+    tags."""
     return ", ".join(tags) if len(tags) < 7 else f"{tags[0]} to {tags[-1]} ({len(tags)})"
 
 
@@ -168,8 +167,8 @@ def export(
     fp32 weights are the masters; bf16 and fp16 weights are the masters rounded, as in training. Memory does not grow
     with the model. Weights of another model in OUT are replaced only with --force.
 
-    With --like, OUT gets the names of weights, the config and the tokenizer of the model in that directory, so that
-    from_pretrained(OUT) loads it.
+    --like names the directory of a transformers model. OUT then gets that model's config, tokenizer and names of
+    weights, so that from_pretrained(OUT) works.
     """
     import torch
 
@@ -203,9 +202,9 @@ def export(
 @click.option("--keep", type=click.IntRange(min=1), required=True, metavar="N", help="How many whole ones stay.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 def prune_command(directory: Path, as_json: bool, keep: int, dry_run: bool) -> None:
-    """Remove all whole checkpoints in DIRECTORY except the newest N, but never the one that `latest` names.
+    """Remove all whole checkpoints in DIRECTORY except the newest N and the one that the file `latest` names.
 
-    The tag of an in-place commit is removed if the run has committed again since; it is not one of the N. Swap
+    Also removes an in-place commit's tag if the run has committed again since; such a tag is not one of the N. Swap
     directories and damaged checkpoints stay: `ls` lists them.
     """
     from tiered_zero.checkpoint.tag import prune
@@ -226,7 +225,7 @@ def _state(info: TagInfo) -> Text:
 
 
 def _tags(directory: Path) -> list[TagInfo]:
-    """Return the tags in `directory`, oldest first; if it is itself a checkpoint, its own tag."""
+    """Return the tags in `directory`, oldest first. If it is itself a checkpoint, return only its tag."""
     from tiered_zero.checkpoint.index import MANIFEST_NAME
     from tiered_zero.checkpoint.tag import list_tags, look_at
 
@@ -235,7 +234,7 @@ def _tags(directory: Path) -> list[TagInfo]:
 
 
 def _swap_directory(directory: Path) -> list[TagInfo]:
-    """Return a tag that stands for the commit in `directory`, if this is a swap directory of a run; else []."""
+    """Return one tag for the commit in `directory` if that is the swap directory of a run; else return []."""
     from tiered_zero.checkpoint.tag import TagInfo
     from tiered_zero.record.directory import OWNER_NAME
     from tiered_zero.record.files import disk_nbytes, open_directory

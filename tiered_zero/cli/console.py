@@ -21,7 +21,7 @@ from tiered_zero.plan.gpt_shape import GPTConfig, gpt_of_size, parse_count, pars
 from tiered_zero.sizes import parse_nbytes
 
 DEMO_MODEL = GPTConfig(layers=6, hidden=384, context=256)
-"""10.8 million parameters: about two minutes for DEMO_STEPS on 2 cores."""
+"""A GPT with 10.8 million parameters. DEMO_STEPS take about two minutes on 2 cores."""
 
 DEMO_STEPS = 200
 
@@ -32,7 +32,8 @@ JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 def parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """Return a click callback that converts an option's text by `parse`. A ConfigError or ValueError is wrong usage."""
+    """Return a click callback that converts an option's text with `parse`. Its ConfigError or ValueError is wrong
+    usage."""
 
     def read(_ctx: click.Context, _param: click.Parameter, value: Any) -> Any:
         try:
@@ -62,7 +63,7 @@ def parse_size(text: str) -> GPTConfig:
 
 
 def overlay(settings: dict[str, Any], **own: Any) -> dict[str, Any]:
-    """Return a copy of `settings`, a config, with `own` in the section "tiered_zero". A value None is left out."""
+    """Return a copy of the config `settings` with `own` in its section "tiered_zero". A value None is left out."""
     section = settings.get("tiered_zero")
     given = {name: value for name, value in own.items() if value is not None}
     if not given or not isinstance(section, dict | None):
@@ -94,7 +95,7 @@ class ConsoleHandler(logging.Handler):
 
 
 def configure_logging() -> None:
-    """Configure the package's logger: rank 0 prints lines from INFO on, other ranks print errors only."""
+    """Configure the package's logger: rank 0 prints INFO and above, other ranks print errors only."""
     logger = logging.getLogger("tiered_zero")
     logger.setLevel(logging.INFO if rank_prefix() in ("", "rank 0: ") else logging.ERROR)
     logger.handlers = [ConsoleHandler()]

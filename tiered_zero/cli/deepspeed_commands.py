@@ -1,7 +1,8 @@
-"""Replace the launcher of DeepSpeed, and its package as pip knows it.
+"""Replace DeepSpeed's launcher, and install a package named `deepspeed`.
 
-`tiered-zero launch` starts ranks by torchrun, with the options of DeepSpeed's launcher. `tiered-zero deepspeed-alias`
-installs a distribution named `deepspeed` (the alias), through which other tools import `tiered_zero.deepspeed`.
+`tiered-zero launch` starts ranks with torchrun, and takes the options of DeepSpeed's launcher. `tiered-zero
+deepspeed-alias` installs a distribution named `deepspeed` (the alias). Tools that import it get
+`tiered_zero.deepspeed`.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ sys.exit(launch_as_deepspeed())
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The two directories of a Python installation in which the alias is installed: for packages, and for commands."""
+    """The two directories into which the alias is installed: one for packages, one for commands."""
 
     packages: Path
     scripts: Path
 
     @property
     def infos(self) -> list[Path]:
-        """Return the metadata directories of installed aliases, of any version; empty if no alias is installed."""
+        """Return the metadata directories of all installed versions of the alias; empty if there are none."""
         return sorted(self.packages.glob("deepspeed-*+tiered.zero.dist-info"))
 
     @property
@@ -59,7 +60,7 @@ class Place:
         return self.scripts / "deepspeed"
 
     def remove(self) -> None:
-        """Remove the files of the alias, of any version, and directories that are then empty."""
+        """Remove the files of all versions of the alias, and directories that are then empty."""
         package = self.packages / "deepspeed"
         files = [path for path in (package / "__init__.py", self.command) if _is_ours(path)]
         files += package.glob("__pycache__/__init__.*.pyc") if package / "__init__.py" in files else ()
@@ -98,7 +99,7 @@ _TARGET = click.option(
 @deepspeed_alias.command("install")
 @_TARGET
 def install(place: Place) -> None:
-    """Write the distribution `deepspeed`, unless the real one is installed."""
+    """Install the distribution `deepspeed` (the alias), unless the real one is installed."""
     if (found := _find_real(place)) is not None:
         raise ConfigError(
             f"deepspeed-alias install: expected no DeepSpeed; found {found}. Run `pip uninstall deepspeed` first, or "
@@ -145,7 +146,7 @@ def uninstall(place: Place) -> None:
 @deepspeed_alias.command("status")
 @_TARGET
 def status(place: Place) -> None:
-    """Say what `import deepspeed` finds: the alias, the real one, or nothing."""
+    """Print what `import deepspeed` finds: the alias, the real DeepSpeed, or nothing."""
     if (found := _find_real(place)) is not None:
         click.echo(f"The real one: {found}. The alias is not installed.")
     elif infos := place.infos:
@@ -166,7 +167,8 @@ def _find_real(place: Place) -> str | None:
 
 
 def _named(info: Path) -> str:
-    """Return name and version of the distribution whose metadata are in `info`: "deepspeed 0.19.8+tiered.zero"."""
+    """Return a distribution's name and version, such as "deepspeed 0.19.8+tiered.zero". `info`: its metadata
+    directory."""
     return " ".join(info.name.removesuffix(".dist-info").split("-", 1))
 
 
@@ -191,7 +193,7 @@ def launch(
     script: str,
     args: tuple[str, ...],
 ) -> None:
-    """Start SCRIPT once on each device of this host, or --num_gpus times; without a GPU the ranks are on the CPU."""
+    """Start SCRIPT once for each device of this host, or --num_gpus times. Without a GPU the ranks use the CPU."""
     if num_hosts > 1 or other_hosts is not None:
         raise click.UsageError("Ranks on several hosts: start torchrun on each of them, as docs/ranks.md shows.")
     if chosen is not None:

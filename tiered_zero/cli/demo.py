@@ -33,7 +33,8 @@ SPARE_NBYTES = 300 * MIB
 """Bytes of memory that training takes beyond its plan: activations, and free memory that the allocator keeps."""
 
 PLAIN_NBYTES, DISK_NBYTES, HOST_NBYTES = 16.5, 20, 2
-"""Bytes per parameter: in memory with plain PyTorch; on the disk with tiered_zero; in host memory with tiered_zero."""
+"""Bytes per parameter that training takes: of memory with plain PyTorch; of disk and of host memory with
+tiered_zero."""
 
 MIN_PARAMETERS, MAX_PARAMETERS = 100e6, 1e11
 
@@ -52,11 +53,11 @@ def parse_layers(text: str) -> int:
     "--params", "layers", callback=parsed(parse_layers), default="750M", show_default=True, help="Size of the model."
 )
 def demo(directory: Path, layers: int) -> None:
-    """Train a model that does not fit: plain PyTorch runs out of memory, the same model here does not.
+    """Train a model for which plain PyTorch runs out of memory. With tiered_zero the same memory is enough.
 
-    Runs three processes, in one to two minutes on two idle cores: plain PyTorch with a limit on its memory; the same
-    model in the same memory, with its swap files in DIRECTORY; plain PyTorch without the limit, if there is memory for
-    it. The losses must be equal in every bit. All files are removed at the end.
+    Runs three processes: plain PyTorch with a memory limit; tiered_zero with the same limit and its swap files in
+    DIRECTORY; plain PyTorch without a limit, if there is enough memory. The losses of the last two must be equal in
+    every bit. Takes one to two minutes on two idle cores. All files are removed at the end.
     """
     from tiered_zero.demo.forms import Form
     from tiered_zero.hardware.probe import available_host_nbytes
@@ -134,7 +135,7 @@ def _own_directory(parent: Path) -> Iterator[Path]:
 
 
 def _train(form: Form) -> tuple[list[float], str]:
-    """Train `form` in a process of its own, and print its steps. Return the losses, and the process's error or ""."""
+    """Train as `form` says in a new process, and print each step. Return the losses, and the process's error or ""."""
     began_s, losses, error = time.perf_counter(), list[float](), ""
     command = [sys.executable, "-m", "tiered_zero.demo.forms", json.dumps(asdict(form))]
     environment = {**os.environ, "THP_MEM_ALLOC_ENABLE": "1"}  # fewer page faults

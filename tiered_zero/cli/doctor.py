@@ -30,7 +30,7 @@ from tiered_zero.system import BAD, GOOD, POOR, UNKNOWN, Finding
 _STYLES = {GOOD: "green", POOR: "yellow", BAD: "red", UNKNOWN: "yellow"}
 _PIN_TRIAL_NBYTES = 64 * MIB
 _DISK_S = 8.0
-"""Seconds that --measure spends on the disk, including the time to write a file first."""
+"""Seconds that --measure spends on the disk, including the time to write the test file."""
 
 
 @click.command("doctor")
@@ -41,7 +41,7 @@ _DISK_S = 8.0
 @click.option("--pin", callback=parse_bytes, default="1GiB", metavar="64GiB", help="With --device: bytes to be pinned.")
 @click.pass_context
 def doctor(ctx: click.Context, directory: Path, as_json: bool, on_device: bool, measures: bool, pin: int) -> None:
-    """Say what works on this machine and in DIRECTORY (the one for nvme_path), and how to fix what does not work.
+    """Print what works on this machine and in DIRECTORY (meant for nvme_path), and how to fix what does not.
 
     Writes small files there and removes them. --measure writes one file of at most 1 GiB, and saves rates for `plan`.
     The exit code is 1 if DIRECTORY cannot be used, or, with --device, if a check of the device fails.
@@ -67,7 +67,7 @@ def doctor(ctx: click.Context, directory: Path, as_json: bool, on_device: bool, 
 
 
 def examine(directory: Path) -> Iterator[Finding]:
-    """Check this machine and `directory`, and yield the findings. A check that raises becomes a finding too."""
+    """Check this machine and `directory`, and yield the findings. If a check raises, yield its error as a finding."""
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("directory", lambda: _directory(directory)),
         ("host memory", _memory),
@@ -84,7 +84,8 @@ def examine(directory: Path) -> Iterator[Finding]:
 
 
 def _directory(directory: Path) -> Iterator[Finding]:
-    """Check the directory and the I/O engines there; if it cannot be used, the engines in the temporary directory."""
+    """Check `directory` and the I/O engines in it. If it cannot be used, check the engines in the temporary
+    directory."""
     try:
         preflight_directory(directory)
     except TieredZeroError as error:
@@ -210,8 +211,8 @@ def _pinning() -> Iterator[Finding]:
 
 
 def _rates(directory: Path, measures: bool) -> Iterator[Finding]:
-    """Yield the saved rates of this machine. `measures`: first measure and save the rates of the machine and of
-    the disk of `directory`."""
+    """Yield the saved rates of this machine. `measures`: whether to measure and save them first, with the rates of the
+    disk of `directory`."""
     if measures:
         load, num_cores = os.getloadavg()[0], os.cpu_count() or 1
         with stop_on_signals(at_boundary=False):  # SIGTERM raises, so that the file on the disk is removed

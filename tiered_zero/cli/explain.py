@@ -24,7 +24,7 @@ _STYLES = {"default": "dim", "auto": "yellow", "derived": "yellow", "renamed": "
 @JSON_OPTION
 @click.option("--world-size", default=1, show_default=True, type=click.IntRange(min=1), help="Data-parallel ranks.")
 def explain(config: str, with_defaults: bool, as_json: bool, world_size: int) -> None:
-    """Print each key of CONFIG, and each batch size that follows from them, with value, source and effect."""
+    """Print the keys of CONFIG and the batch sizes that follow from them: each with its value, source and effect."""
     loaded = load(config, world_size=world_size, to_train=False)
     if loaded.optimizer is not None or loaded.scheduler is not None:
         from tiered_zero.rules.from_config import check_sections  # torch takes seconds
@@ -54,7 +54,7 @@ def _line(row: KeyReport) -> Text:
 @click.argument("run", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Default: RUN with .html for its suffix.")
 def report(run: Path, out: Path | None) -> None:
-    """Turn RUN, the file of `tiered_zero.report`, into one HTML page that needs no network."""
+    """Turn RUN, a run's record (`tiered_zero.report`), into one HTML page that needs no network."""
     page = render_page(read_run(run), title=run.name)
     path = out or run.with_suffix(".html")
     if path.resolve() == run.resolve():

@@ -140,9 +140,9 @@ def plan(
 ) -> None:
     """Show the bytes that a run of CONFIG needs on each tier. Allocates nothing.
 
-    If the run does not fit into this machine, the limits in CONFIG or the sizes given by option, the reason follows the
-    table, and the exit code is 1. Activations are counted only with --sequence-length; without it a line says whether
-    they fit at an assumed length.
+    If the run does not fit into this machine, the limits in CONFIG or the sizes given as options, prints the reason
+    after the table and ends with exit code 1. Activations can cause this only if a sequence length is given; else a
+    line says whether they fit at an assumed length.
     """
     machine, whose = machine_to_plan(machine_file, device_memory, host_memory, disks)
     sources = ("--device-memory", "--host-memory")
@@ -267,7 +267,7 @@ def _with_checkpoints(model: nn.Module) -> nn.Module:
 
 
 class _PlannedRanks:
-    """Replaces the collectives of a run that is only planned: every rank sends what rank 0 does."""
+    """Replaces the collectives of a run that is only planned. Every rank sends the same bytes as rank 0."""
 
     rank = 0
 
@@ -287,10 +287,10 @@ def specify_planned(
     rates: Machine | None = None,
     sources: tuple[str, str] = ("--device-memory", "--host-memory"),
 ) -> RunSpec:
-    """Specify the run of rank 0, without opening anything. `device_nbytes`: the device memory of each rank.
-    `host_nbytes`: the host memory of all `ranks` together. None: what this machine has free, within the config's
-    limits. `rates`: the speeds by which a placement is chosen; None: the speeds measured on this machine.
-    `sources`: what messages name as the origin of `device_nbytes` and of `host_nbytes`."""
+    """Specify the run of rank 0, without opening anything. `device_nbytes`: device memory of each rank. `host_nbytes`:
+    host memory of all `ranks` together. For each, None means the free memory of this machine, at most the config's
+    limit. `rates`: the speeds used to choose a placement; None: those measured on this machine. `sources`: the origins
+    of `device_nbytes` and `host_nbytes`, as messages name them."""
     from tiered_zero.assembly.spec import PlannedMachine, specify_run
     from tiered_zero.rules.from_config import check_sections
 
@@ -312,8 +312,8 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def _of_hugging_face(path: Path) -> nn.Module:
-    """Build the model of a Hugging Face config, without weights or a download: the first of `architectures` that
-    transformers has, else what AutoModelForCausalLM makes. Raises ConfigError."""
+    """Build the model of a Hugging Face config, without weights or a download. Its class: the first of `architectures`
+    that transformers has, else the choice of AutoModelForCausalLM. Raises ConfigError."""
     values = read_json(path / "config.json" if path.is_dir() else path)
     try:
         import transformers

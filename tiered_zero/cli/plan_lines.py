@@ -1,4 +1,4 @@
-"""Compute and format parts of `tiered-zero plan`: room and wear of drives, activations, and the seconds of a step."""
+"""Compute and format parts of `tiered-zero plan`: the space and wear of drives, activations, and a step's seconds."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def written_per_commit(run: RunSpec) -> int:
 
 
 def directory_needs(run: RunSpec, ranks: int = 1, activation_nbytes: int = 0) -> list[dict[str, Any]]:
-    """Return a row for each swap directory: its "path", the bytes that `ranks` ranks need there ("nbytes"), and the
-    bytes that they write in a step and its in-place commit (_WRITTEN). `activation_nbytes`: what one micro-batch saves
-    on its tier."""
+    """Return a row for each swap directory. Its keys: "path"; "nbytes", the bytes that `ranks` ranks need there;
+    _WRITTEN, the bytes that they write in a step and its in-place commit. `activation_nbytes`: bytes of activations
+    that one micro-batch saves."""
     from tiered_zero.tiers.rack import nvme_needs, scratch_needs  # imports torch, which no help text needs
 
     zero = run.config.zero_optimization
@@ -60,8 +60,8 @@ def directory_needs(run: RunSpec, ranks: int = 1, activation_nbytes: int = 0) ->
 
 
 def look_at_drives(needs: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return `needs`, rows of `directory_needs`, with "exists" added, and a row for each file system: the bytes needed
-    and free there, and whether they fit."""
+    """Return `needs` with "exists" added, and a row for each file system: bytes needed, bytes free, and whether they
+    fit. `needs`: rows of `directory_needs`."""
     directories = []
     drives: dict[int, tuple[int, list[dict[str, Any]]]] = {}
     for need in needs:
@@ -74,7 +74,8 @@ def look_at_drives(needs: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]
 
 def fill_drives(needs: Sequence[dict[str, Any]], disks: Sequence[Disk]) -> list[dict[str, Any]]:
     """Spread `needs`, rows of `directory_needs`, over `disks`. With as many disks as directories, disk i gets directory
-    i; else each gets an equal share. Return a row for each disk, with the keys of `look_at_drives` and its wear."""
+    i; else each disk gets an equal share. Return a row for each disk, with the keys of `look_at_drives`, rates and
+    wear."""
     rows = []
     for index, disk in enumerate(disks):
         own, shares = (needs[index : index + 1], 1) if len(disks) == len(needs) else (needs, len(disks))
@@ -98,8 +99,8 @@ def _drive_row(needs: Sequence[dict[str, Any]], free_nbytes: int, shares: int = 
 
 
 def drive_lines(directories: Sequence[Mapping[str, Any]], drives: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield lines about each directory or disk: bytes needed, free and written in a step, and when its rating is
-    reached."""
+    """Yield lines about each directory or disk: bytes needed, free and written in a step, and the steps until the
+    disk's rated writes are used up."""
     free = {path: drive["free_nbytes"] for drive in drives for path in drive["directories"]}
     given = any("disk" in drive for drive in drives)
     for row in () if given else directories:
@@ -133,9 +134,9 @@ def drive_problems(drives: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 def estimate_lines(
     estimate: ActivationEstimate | None, plan: Plan, device_nbytes: int | None, *, is_given: bool
 ) -> tuple[list[str], str]:
-    """Return lines about the activations of a micro-batch, and a problem: a sentence if they do not fit and `is_given`,
-    else "". `is_given`: whether the user gave the length of a sample. `estimate` and `device_nbytes` are None if
-    unknown."""
+    """Return lines about the activations of a micro-batch, and a problem. The problem is a sentence if `is_given` is
+    true and they do not fit, else "". `is_given`: whether the user gave the length of a sample. `estimate`,
+    `device_nbytes`: None if unknown."""
     if estimate is None:
         return [_NO_ESTIMATE], ""
     length = "" if is_given else " (the most that the model takes; --sequence-length TOKENS sets another)"
@@ -178,8 +179,8 @@ def seconds_facts(step: StepSeconds) -> dict[str, Any]:
 
 
 def seconds_lines(step: StepSeconds, plan: Plan, machine: Machine) -> Iterator[str]:
-    """Yield lines about the predicted step: its seconds by resource, the tokens that hide each tier's transfers, and
-    what would shorten it."""
+    """Yield lines about the predicted step: its seconds by resource, from how many tokens on each tier's transfers are
+    hidden, and what would shorten the step."""
     sizes = ((tier, plan.nbytes(tier)) for tier in TIERS)
     yield f"Predicted step on {machine.name}:"
     yield f"  bytes     {', '.join(f'{tier} {format_nbytes(nbytes)}' for tier, nbytes in sizes if nbytes)}"

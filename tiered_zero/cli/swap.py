@@ -1,4 +1,4 @@
-"""List the runs in a swap directory, sum their bytes, and remove dead ones: `tiered-zero swap`."""
+"""List the runs in a swap directory, sum their bytes, and remove those of dead owners: `tiered-zero swap`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def ls(directory: Path, as_json: bool) -> None:
 @directory_argument
 @JSON_OPTION
 def du(directory: Path, as_json: bool) -> None:
-    """Sum the disk blocks of the runs in DIRECTORY by the state of their owners."""
+    """Sum the bytes on disk of the runs in DIRECTORY by the state of their owners."""
     runs = list_runs(directory)
     states = {state: [run.nbytes for run in runs if run.state == state] for state in _STATE_STYLES}
     totals = {state: {"runs": len(sizes), "nbytes": sum(sizes)} for state, sizes in states.items()}
@@ -69,7 +69,8 @@ def du(directory: Path, as_json: bool) -> None:
 @click.option("--committed", is_flag=True, help="Also remove dead runs that can still be resumed from a commit.")
 @click.option("--unknown", is_flag=True, help="Also remove runs whose owner may be alive: it cannot be seen from here.")
 def gc(directory: Path, as_json: bool, dry_run: bool, committed: bool, unknown: bool) -> None:
-    """Remove the runs in DIRECTORY whose owner is dead. Runs of a live owner and of another user stay."""
+    """Remove the runs in DIRECTORY whose owner is dead. Without --committed, runs that can be resumed stay. Runs of a
+    live owner or another user always stay."""
     items = collect_garbage(directory, dry_run=dry_run, committed=committed, unknown=unknown)
     freed_nbytes = sum(item.run.nbytes for item in items if item.removed)
     if as_json:

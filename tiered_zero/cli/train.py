@@ -38,7 +38,7 @@ from tiered_zero.cli.console import CONFIG_FILE, DEMO_MODEL, DEMO_STEPS, DIRECTO
 def train(ctx: click.Context, /, save: Path | None, save_every: int | None, resume: bool, **others: Any) -> None:
     """Train a small GPT across the tiers that CONFIG names.
 
-    Ends with tables: bytes on each tier, planned and at their peak, bytes moved and their rate, seconds per step, loss.
+    Prints tables at the end: planned and peak bytes on each tier, bytes moved and their rates, seconds per step, loss.
     Stops with exit code 1 at the first loss that is not finite.
 
     With --save and --resume a run that was stopped or killed continues with the same numbers. With --save, SIGTERM and

@@ -40,7 +40,7 @@ _STATE_KEY, _LOSS = "tiered_zero.train", "loss"
 
 
 def check_options(directory: Path, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError if one of `options` has another value than in the newest checkpoint in `directory`. Raises
+    """Raise ConfigError if `options` differ from those in the checkpoint of `directory` to resume from. Raises
     StoreError."""
     with open_reader(find_checkpoint(directory)) as reader:
         saved = read_client_state(reader.manifest.driver).get(_STATE_KEY)
@@ -66,7 +66,8 @@ def check_new(directory: Path) -> None:
 
 
 def warn_of_room(directory: Path, nbytes: int) -> None:
-    """Log a warning if fewer than `nbytes`, the least that a checkpoint takes, are free on the disk of `directory`."""
+    """Log a warning if the disk of `directory` has less than `nbytes` free. `nbytes`: the least that a checkpoint
+    takes."""
     place = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     free_nbytes = shutil.disk_usage(place).free
     if free_nbytes < nbytes:
@@ -83,10 +84,10 @@ DIVERGED = 1
 
 SECONDS_BETWEEN_LINES = 10.0
 STEPS_AVERAGED = 20
-"""Tokens/s and the time left are averages over this number of last steps."""
+"""The number of last steps over which tokens/s and the time left are averaged."""
 
 _MESSAGE = struct.Struct("<dq")
-"""What ranks exchange after a step: the loss, and the exit code of a signal (0: none)."""
+"""The message between ranks after a step: the loss, and the exit code for a signal (0: no signal)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +114,8 @@ class Training:
     """Runs `tiered-zero train` on one rank. Call it on the main thread."""
 
     def __init__(self, options: TrainOptions) -> None:
-        """Check what can be checked before an engine is built. Raises ConfigError, StoreError, BadParameter."""
+        """Read and check the config, the text and the options. Builds no engine. Raises ConfigError, StoreError,
+        BadParameter."""
         self._options = options
         model = options.model or DEMO_MODEL
         self._model = model = replace(model, context=options.context or model.context)
@@ -146,7 +148,7 @@ class Training:
             "batch": resolved.train_batch_size,
             "micro-batch": resolved.train_micro_batch_size_per_gpu,  # each is drawn as a whole
         }
-        """Options that are saved with a checkpoint, because they change the numbers."""
+        """The options that are saved with a checkpoint, because the results depend on them."""
         self._resumes = options.save if options.resume else None
         """The directory with the checkpoint from which the run continues; None: the run begins at step 0."""
         self._resumed_from: str | None = None
@@ -254,7 +256,7 @@ class Training:
             print_report(report, num_parameters(self._model))
 
     def _show_end(self, code: int) -> None:
-        """Say after which step a signal has ended the run. Raises NonFiniteError for a loss that is not finite."""
+        """Print after which step a signal ended the run. Raises NonFiniteError for a loss that is not finite."""
         progress, steps = self._progress, self._options.steps
         if code == DIVERGED:
             raise NonFiniteError(
@@ -283,7 +285,7 @@ def train_step(engine: Engine, corpus: Corpus, step: int, context: int, seed: in
 
 
 def open_engine(settings: Mapping[str, Any], model: GPTConfig, seed: int) -> Engine:
-    """Build the model on the `meta` device, and an engine that initializes it on its tiers."""
+    """Build the model on the `meta` device, and return an engine that has initialized it on its tiers."""
     torch.manual_seed(seed)
     return tiered_zero.initialize(model=build_gpt(model), config=settings)[0]
 
@@ -324,19 +326,18 @@ class TrainingProgress:
 
     def __init__(self, num_steps: int) -> None:
         self.done = self.first = 0
-        """`done`: the number of steps made. `first`: the number of steps that an earlier process has made; they count
-        as done, but not for the rates."""
+        """`done`: the number of steps made. `first`: how many of them an earlier process has made."""
         self.loss = float("nan")
         self._num_steps = num_steps
         self._recent: deque[tuple[float, int]] = deque([(time.monotonic(), 0)], maxlen=STEPS_AVERAGED + 1)
         self._last_line_s = time.monotonic()
 
     def begin_at(self, step: int) -> None:
-        """Count `step` steps as made by an earlier process."""
+        """Note that earlier processes have made `step` steps."""
         self.done = self.first = step
 
     def advance(self, report: StepReport) -> None:
-        """Count one more step as made, and log the numbers of `report` if it is time."""
+        """Count one more step, and log the numbers of `report` if the last line is 10 s old."""
         self.done += 1
         self.loss = math.nan if report.loss is None else report.loss
         now_s = time.monotonic()

@@ -1,12 +1,12 @@
 """Defer Ctrl-C during work that cannot be undone, and call the closing functions of a run in order.
 
 [Note: Interrupted calls] Python's own handler of SIGINT raises KeyboardInterrupt on the main thread, between any two
-lines, also of this package. The interrupted call then drops its step (`TrainStep.abort`). Some work cannot be dropped:
-`step()`, a backward whose updates have begun, a load that replaces values, the write of a change under
+lines of code, also in this package. The interrupted call then drops its step (`TrainStep.abort`). Some work cannot be
+dropped: `step()`, a backward whose updates have begun, a load that replaces values, the write of a change under
 `gathered(modify=True)`, an in-place commit, `close()`. A KeyboardInterrupt during such work is raised when the work has
-ended. A second one is raised immediately, and so is an exception of the program's own handler of SIGINT. If such an
-exception ends the work, the engine latches (refuses later calls). An error that a handler raises while a lane's job
-runs on the main thread becomes the job's error."""
+ended. A second KeyboardInterrupt is raised immediately. So is an exception that the program's own handler of SIGINT
+raises. If such an exception ends the work, the engine latches (refuses later calls). If a handler raises while a lane's
+job runs on the main thread, the exception becomes the job's error."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def hold_interrupts() -> Iterator[None]:
     """Return a context manager (or decorator) that defers Ctrl-C. The first Ctrl-C inside the block raises
     KeyboardInterrupt when the block ends; a second one raises it immediately.
 
-    The block does nothing on another thread than the main one, inside another `hold_interrupts` block, or if the
+    The block does nothing on a thread other than the main thread, inside another `hold_interrupts` block, or if the
     program has its own handler of SIGINT."""
     main, before = threading.main_thread().ident, signal.getsignal(signal.SIGINT)
     is_free = before is signal.default_int_handler or (isinstance(before, _Held) and before.is_over)
@@ -65,8 +65,8 @@ class Teardown:
     idempotent: a function that a second Ctrl-C interrupts is called again."""
 
     def __init__(self, order: Sequence[str]) -> None:
-        """`order`: the names that `add` accepts, in the order in which `close` calls their functions. Functions of one
-        name are called from the last added to the first."""
+        """`order`: the names that `add` accepts, in the order in which `close` calls their functions. For one name, the
+        function added last is called first."""
         self._acts: dict[str, list[Callable[[], Any]]] = {name: [] for name in order}
 
     def add(self, name: str, act: Callable[[], Any]) -> None:
@@ -103,8 +103,8 @@ class Teardown:
 
 
 def once(act: Callable[[], Any]) -> Callable[[], None]:
-    """Return a function that calls `act` at its first call only, even if an error interrupts that call. Use it for
-    closing functions that may stay incomplete."""
+    """Return a function that calls `act` at its first call only, even if that call is interrupted. Use it for closing
+    functions that need not be finished."""
     called: list[None] = []
 
     def call() -> None:

@@ -14,15 +14,16 @@ from typing import Final, NoReturn, final
 from tiered_zero.errors import EngineFailedError, StoreError, TieredZeroError
 
 STOPPED_S = 5.0
-"""If more than this many seconds pass between two clock checks of a wait, the process was stopped (Ctrl-Z, suspend).
-The timeout of the wait does not count that time."""
+"""If a wait finds more than this many seconds between two clock checks, the process was stopped (Ctrl-Z, suspend). The
+wait's timeout then leaves out that time."""
 
 
 class Transfer(ABC):
-    """One asynchronous operation: a job of a lane, a disk request, a milestone of an update. Any thread may use it.
+    """One asynchronous operation, such as a job of a lane, a disk request or a stage of an update. Any thread may use
+    it.
 
-    A transfer completes once, with or without an error. Until then the caller keeps the memory of the operation alive,
-    and does not use it."""
+    A transfer completes once, with or without an error. Until then the caller must keep the operation's memory alive,
+    and must not use it."""
 
     @abstractmethod
     def done(self) -> bool:
@@ -30,7 +31,7 @@ class Transfer(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Block until the transfer is complete. If it failed, raise its error, at every call."""
+        """Block until the transfer is complete. If it failed, raise its error; do so at every call."""
 
 
 class Completion(Transfer):
@@ -92,7 +93,7 @@ def wait_all(transfers: Iterable[Transfer | None]) -> None:
 
 @final
 class Joined(Transfer):
-    """One transfer that stands for several: it is complete when all of them are."""
+    """One transfer for several others. It is complete when all of them are."""
 
     def __init__(self, *parts: Transfer) -> None:
         self._parts = parts
@@ -156,8 +157,8 @@ class Worker:
         self._queue.put(work)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Stop the thread after all submitted callables. Wait at most `timeout_s` seconds for the end of the thread;
-        None: no limit."""
+        """Let the thread end after all submitted callables, and wait for this at most `timeout_s` seconds. None: no
+        limit."""
         self._queue.put(None)
         self._thread.join(timeout_s)
 
@@ -173,7 +174,8 @@ class FailureLatch:
     """Remembers the first failure of a component. Any thread may use it.
 
     The component calls `set` when it fails, and `check` before each use. Each function that the user calls runs inside
-    `surfacing`: the first error that the user gets is the original failure; later errors are raised unchanged."""
+    `surfacing`, so that the first error that the user gets is the original failure. Later errors are raised
+    unchanged."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -189,8 +191,8 @@ class FailureLatch:
                 self.error = error
 
     def check(self, refusal: Callable[[BaseException], str] | None = None) -> None:
-        """If a failure is remembered, raise it. With `refusal`, raise an EngineFailedError instead: its text is
-        `refusal(error)`, and its cause is the remembered error."""
+        """Raise the remembered failure, if there is one. With `refusal`, raise an EngineFailedError instead. Its text
+        is `refusal(error)`, and its cause is the remembered failure."""
         if self.error is None:
             return
         if refusal is None:
@@ -199,8 +201,8 @@ class FailureLatch:
 
     @contextmanager
     def surfacing(self) -> Iterator[None]:
-        """Return a context manager for a function that the user calls. It replaces the first error raised inside by its
-        `root_cause`. It raises later errors unchanged, until `has_surfaced` is reset."""
+        """Return a context manager for a function that the user calls. For the first error inside, it raises the
+        error's `root_cause`. It raises later errors unchanged, until `has_surfaced` is reset."""
         try:
             yield
         except Exception as error:

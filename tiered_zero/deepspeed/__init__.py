@@ -1,9 +1,9 @@
-"""Provide DeepSpeed's names: `import tiered_zero.deepspeed as deepspeed`, or `import deepspeed` after
-`tiered-zero deepspeed-alias install`, which writes a distribution of that name.
+"""Provide DeepSpeed's names: `import tiered_zero.deepspeed as deepspeed`. After `tiered-zero deepspeed-alias install`,
+`import deepspeed` gives this package too.
 
-Promise: scripts find the names that they import from DeepSpeed; a name that does not exist here raises an error with a
-remedy. All modules are imported with the package, so both package names lead to the same modules. Owner: owns nothing.
-Never: implements a mechanism; it calls the rest of tiered_zero.
+Promise: scripts find the names that they import from DeepSpeed. A name that does not exist here raises an error that
+says what to do. All modules are imported with the package, so both package names lead to the same modules. Owner: owns
+nothing. Never: implements a mechanism; it calls the rest of tiered_zero.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ for _name in MISSING:
 
 
 def modules_named(name: str) -> dict[str, ModuleType]:
-    """Return this package and its modules under the package name `name`: "deepspeed", "deepspeed.zero", and so on."""
+    """Return name -> module for this package and its modules, with the package named `name`: "deepspeed",
+    "deepspeed.zero"."""
     return {
         name + path.removeprefix(__name__): module
         for path, module in sys.modules.items()

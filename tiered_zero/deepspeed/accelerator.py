@@ -24,8 +24,8 @@ def get_accelerator() -> CurrentAccelerator:
 
 @final
 class CurrentAccelerator:
-    """DeepSpeed's object for the device on which torch computes. Other names, such as synchronize, are looked up in
-    torch's module for the device."""
+    """DeepSpeed's object for the device on which torch computes. Attributes not defined here, such as `synchronize`,
+    come from torch's module for the device."""
 
     def __init__(self) -> None:
         self._type = find_device("auto").type
@@ -52,13 +52,14 @@ class CurrentAccelerator:
         return self.device_name(self.current_device())
 
     def communication_backend_name(self) -> str:
-        """Return torch.distributed's backend for the device; gloo for a CPU, or if torch has none for the device."""
+        """Return torch.distributed's backend for the device. It is gloo for a CPU and for a device without a
+        backend."""
         with suppress(ConfigError):
             return HOST_BACKEND if self._type == "cpu" else device_backend(torch.device(self._type))
         return HOST_BACKEND
 
     def empty_cache(self) -> None:
-        """Free the device's cached memory; a CPU caches none."""
+        """Free the device memory that torch caches. A CPU has none."""
         if self._type != "cpu":
             self._module.empty_cache()
 

@@ -1,6 +1,6 @@
-"""Provide DeepSpeed's `checkpointing`: run functions by torch.utils.checkpoint, which recomputes them in backward.
+"""Provide DeepSpeed's `checkpointing`: run functions with torch.utils.checkpoint, which runs them again in backward.
 
-The inputs of the functions are saved until backward. An engine offloads them (`tiered_zero.activations`); without an
+The functions' inputs are saved until backward. An engine can offload them (`tiered_zero.activations`). Without an
 engine, `checkpoint_in_cpu` moves them to host memory.
 """
 
@@ -58,9 +58,9 @@ def configure(
 ) -> None:
     """Set how `checkpoint` runs in this process. Raises ConfigError.
 
-    `deepspeed_config`: a dict, the path of a JSON file, or the config of an engine. `checkpoint_in_cpu`: keep saved
-    inputs in host memory, unless an engine moves them; None: as the config says. `partition_activations` only logs a
-    warning. The remaining arguments do nothing.
+    `deepspeed_config`: a dict, the path of a JSON file, or the config of an engine. `checkpoint_in_cpu`: whether to
+    keep saved inputs in host memory if no engine moves them; None: as the config says. `partition_activations`: True
+    only logs a warning. The other arguments have no effect.
     """
     section, is_partitioned = _read(deepspeed_config)
     partition_activations_in_checkpoint(is_partitioned if partition_activations is None else partition_activations)
@@ -69,7 +69,7 @@ def configure(
 
 
 def _read(config: Any) -> tuple[ActivationCheckpointingSection, bool]:
-    """Return the section activation_checkpointing of a config, and whether partition_activations is true in it."""
+    """Return a config's section activation_checkpointing, and whether it sets partition_activations to true."""
     if config is None:
         return ActivationCheckpointingSection(), False
     if isinstance(config, Config):
@@ -92,8 +92,8 @@ def is_configured() -> bool:
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `function` without keeping its activations: backward runs it again. Tensors in `kwargs` get gradients too.
-    This is torch's reentrant checkpoint. Return a tensor, or a tuple of several outputs."""
+    """Run `function` without keeping its activations: backward runs it again. Uses torch's reentrant checkpoint.
+    Tensors in `kwargs` get gradients too. Returns a tensor, or a tuple of several outputs."""
     names, num_args = list(kwargs), len(args)
 
     def run(*values: Any) -> Any:
@@ -103,7 +103,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Run `function` like `checkpoint`, but by torch's checkpoint that is not reentrant."""
+    """Run `function` like `checkpoint`, but with torch's non-reentrant checkpoint."""
     return _run(function, args, reentrant=False)
 
 
@@ -118,13 +118,14 @@ def _run(function: Callable[..., Any], args: tuple[Any, ...], *, reentrant: bool
 
 
 def _saving() -> AbstractContextManager[Any]:
-    """Return a context that saves inputs in host memory, if `configure` asks for this and no engine moves them."""
+    """Return a context manager. It saves inputs in host memory if `checkpoint_in_cpu` is set and no engine moves
+    them."""
     in_cpu = _Settings.checkpoint_in_cpu and torch.is_grad_enabled() and not moves_saved_tensors()
     return save_on_cpu() if in_cpu else nullcontext()
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Log a warning if `partition_activation` is true: inputs of checkpoints are not split over ranks."""
+    """Log a warning if `partition_activation` is true, because checkpoints' inputs are not split over ranks."""
     if partition_activation:
         logger.warning(
             "checkpointing: partition_activations has no effect: every rank keeps the inputs of its checkpoints whole. "
@@ -133,8 +134,8 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
 
 def set_num_layers(nlayers: int) -> None:
-    """Do nothing: no buffer depends on the number of checkpoints."""
+    """Do nothing, because no buffer depends on the number of layers."""
 
 
 def reset() -> None:
-    """Do nothing: inputs that a checkpoint has saved are freed with the autograd graph, also without a backward."""
+    """Do nothing. The inputs that a checkpoint saves are freed with the autograd graph, even if no backward runs."""

@@ -25,9 +25,9 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Initialize torch's default process group, if there is none; without a launcher it has one rank. `timeout`: a
-    timedelta; default: half an hour. `dist_init_required`: False: never initialize it. The other arguments have no
-    effect. Raises ModelError and RankError."""
+    """Initialize torch's default process group if there is none. Without a launcher the group has one rank. `timeout`:
+    a timedelta; None: half an hour. `dist_init_required`: False: never initialize the group. The other arguments have
+    no effect. Raises ModelError and RankError."""
     open_default_group(timeout.total_seconds() if timeout is not None else 1800.0, dist_init_required)
 
 

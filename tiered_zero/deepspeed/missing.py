@@ -50,7 +50,8 @@ MISSING = {
     "zero.stage3": "tiered-zero plan shows the bytes of a config on each tier, before a run",
     "zero.TiledLinear": "a linear layer is fetched whole; set tiered_zero.unit_size_cap to a number that holds it",
 }
-"""Path of a module or name that does not exist here -> what to do instead. An entry holds for everything inside too."""
+"""Path of a module or name that does not exist here -> what to do instead. A module's entry holds for its content
+too."""
 _ANY = "docs/migrating.md lists what scripts take of DeepSpeed, and what does the same here"
 
 
@@ -62,7 +63,7 @@ def _remedy(path: str) -> str:
 
 
 def refuse_other_names(module: str = "") -> Callable[[str], Any]:
-    """Return the `__getattr__` of the file for DeepSpeed's `module` ("": the package). It raises MissingNameError."""
+    """Return a `__getattr__` that raises MissingNameError, for the file of DeepSpeed's `module` ("": the package)."""
 
     def refuse(name: str) -> Any:
         if name.startswith("__"):
@@ -74,8 +75,8 @@ def refuse_other_names(module: str = "") -> Callable[[str], Any]:
 
 
 class MissingModule(ModuleType):
-    """Stands in `sys.modules` for a module or name that does not exist here. Importing it succeeds; importing from it
-    raises MissingModuleError, and any other use raises MissingNameError."""
+    """An entry in `sys.modules` for a module or name that does not exist here. Importing it succeeds. Importing a name
+    from it raises MissingModuleError. Any other use raises MissingNameError."""
 
     def __getattr__(self, name: str) -> Any:
         path = self.__name__.partition(".deepspeed.")[2]

@@ -1,4 +1,4 @@
-"""Provide DeepSpeed's optimizers: torch's classes, and a Lion, with DeepSpeed's defaults."""
+"""Provide DeepSpeed's optimizers: torch's classes and this package's Lion, with DeepSpeed's defaults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __compatible_ops__ = {"async_io": True, "cpu_adagrad": True, "cpu_adam": True, "
 __getattr__ = refuse_other_names("ops")
 
 _KEYS = {"params", "param_names", "lr", "initial_lr", "betas", "eps", "weight_decay", "bias_correction"}
-"""The keys that a param group of an Adam may have, if the class has no option `amsgrad`."""
+"""The keys that a param group of an Adam may have if the Adam's class has no option `amsgrad`."""
 
 
 def DeepSpeedCPUAdam(
@@ -61,8 +61,8 @@ def FusedAdam(
 
 
 def _check_groups(params: list[Any]) -> None:
-    """Raise ConfigError for a param group of an optimizer other than Adam: whichever optimizer a script has made,
-    Accelerate passes its groups to DeepSpeedCPUAdam."""
+    """Raise ConfigError if a param group was made for an optimizer other than Adam. Accelerate passes the groups of any
+    optimizer to DeepSpeedCPUAdam."""
     for group in params:
         if not isinstance(group, dict) or "lr" not in group or "amsgrad" in group:
             continue  # of no optimizer, or of torch's Adam

@@ -1,4 +1,4 @@
-"""Provide `initialize`, whose results have the attributes that libraries read, and the classes of `runtime`."""
+"""Provide DeepSpeed's `initialize` and the classes of `runtime`, with the attributes that other libraries read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ __getattr__ = refuse_other_names("runtime")
 
 
 class _ParameterOffload:
-    """Stands for DeepSpeed's `optimizer.parameter_offload`, whose hooks TRL removes and adds. Here it has none."""
+    """Replaces DeepSpeed's `optimizer.parameter_offload`. TRL removes and adds the hooks of that object; here it has
+    none."""
 
     class _Module(nn.Module):
         def ds_external_parameters(self) -> tuple[()]:
@@ -67,7 +68,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[DeepSpeedEngine, DeepSpeedOpt
 
 
 def _check_accelerate() -> None:
-    """Raise ModelError if Accelerate knows another number of ranks: it would split the data wrongly."""
+    """Raise ModelError if Accelerate has another number of ranks, because it would split the data wrongly."""
     # without a GPU and without a named backend, Accelerate finds one rank in each process
     state = sys.modules.get("accelerate.state")
     known = state.PartialState._shared_state.get("num_processes") if state is not None else None

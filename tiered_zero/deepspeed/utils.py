@@ -1,6 +1,6 @@
 """Provide DeepSpeed's `utils`: the full values of a parameter, the weights of a checkpoint as fp32, and the logger.
 
-It also has what Accelerate imports from `checkpoint.utils` and `launcher.runner`. Every byte read is checked.
+It also has the names that Accelerate imports from `checkpoint.utils` and `launcher.runner`. Every byte read is checked.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def clone_tensors_for_torch_save(item: _Item, device: object = None) -> _Item:
 
 
 class RepeatingLoader:
-    """Yields the batches of `loader` without end: when the loader ends, it begins again."""
+    """Yields the batches of `loader` without end. When `loader` ends, its batches are read again."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -125,9 +125,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> StateDict:
-    """Read the weights of `checkpoint_dir/tag` to host memory, as fp32 and under all their names. Without `tag`, read
-    the checkpoint that `latest` names, else the newest whole one. `lazy_mode`: no effect. Raises StoreError,
-    CorruptionError, and BudgetError if the weights do not fit into free host memory."""
+    """Read the weights of `checkpoint_dir/tag` into host memory as fp32; a tied weight has each of its names. Without
+    `tag`, read the checkpoint that `latest` names, else the newest whole one. `lazy_mode`: no effect. Raises
+    StoreError, CorruptionError, and BudgetError if the weights do not fit into free host memory."""
     with _open(checkpoint_dir, tag) as reader:
         weights = list_weights(reader, with_frozen=not exclude_frozen_parameters)
         needed = sum({id(weight.read): weight.nbytes for weight in weights}.values())
@@ -146,8 +146,8 @@ def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
     """Load the weights of `checkpoint_dir/tag` into `model`, move the model to the CPU, and return it. No engine of the
-    model may be open. A warning counts the names that only the model or only the checkpoint has. Raises what
-    `get_fp32_state_dict_from_zero_checkpoint` raises."""
+    model may be open. Logs a warning with the number of names that only the model or only the checkpoint has. Raises
+    the errors of `get_fp32_state_dict_from_zero_checkpoint`."""
     found = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     missing, unexpected = model.load_state_dict(found, strict=False)
     for names, where in ((missing, "checkpoint has no values for"), (unexpected, "model has no place for")):
@@ -186,7 +186,8 @@ def _open(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> TensorRead
 
 
 def _read(weight: WeightTensor, read: dict[int, torch.Tensor]) -> torch.Tensor:
-    """Read the tensor of `weight`, put it into `read`, where the caller finds it for its other names, and return it."""
+    """Read the tensor of `weight`, add it to `read`, and return it. So a tied weight with several names is read
+    once."""
     whole = torch.empty(weight.shape, dtype=weight.dtype)
     flat, start = whole.view(-1), 0
     for part in weight.read():

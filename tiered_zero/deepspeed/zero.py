@@ -1,5 +1,5 @@
-"""Provide DeepSpeed's `zero`: `zero.Init` and GatheredParameters, and names that Transformers and TRL read. Nothing is
-sharded while a model is built, so most of these names do nothing."""
+"""Provide DeepSpeed's `zero`: `Init`, `GatheredParameters`, and names that Transformers and TRL read. Most of them do
+nothing, because no parameter is sharded while a model is built."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Init:
     """A `with` block in which a script builds its model. The model is built in host memory, as without the block;
     `initialize` moves it to its tiers and gives every rank the values of rank 0.
 
-    For a model larger than host memory write `torch.device("meta")` yourself: its values then come from its own
-    initialisers or `tiered_zero.weights`.
+    For a model larger than host memory, use `with torch.device("meta")` instead. The values then come from the model's
+    own initialisers or from `tiered_zero.weights`.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ def GatheredParameters(
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Gather weights for a `with` block, by `tiered_zero.gathered`. `modifier_rank`: the rank whose changes every rank
-    gets; None: a change raises ModelError. Does nothing before `initialize`, or if `enabled` is false."""
+    """Gather weights for a `with` block, using `tiered_zero.gathered`. `modifier_rank`: the rank whose changes every
+    rank gets; None: a change raises ModelError. Does nothing before `initialize`, or if `enabled` is false."""
     num_ranks = get_world_size()
     if modifier_rank is not None and modifier_rank not in range(num_ranks):
         raise ModelError(
@@ -85,7 +85,7 @@ def GatheredParameters(
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Do nothing: a parameter is fetched when a function is called with it, whichever module calls."""
+    """Do nothing. A parameter is fetched when a torch function is called with it, no matter in which module."""
 
 
 class ZeroParamStatus(IntEnum):
@@ -100,5 +100,5 @@ _orig_torch_arange = torch.arange
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """Return `fn`: `zero.Init` changes no constructor of tensors."""
+    """Return `fn` unchanged: `zero.Init` changes no tensor constructor."""
     return fn

@@ -17,7 +17,8 @@ NUM_BYTE_VALUES = 256
 
 
 class Corpus:
-    """A text in host memory, as a tensor of bytes: [num_bytes] uint8. `source`: where the text comes from, in words."""
+    """A text in host memory, stored as a uint8 tensor [num_bytes]. `source`: where the text comes from, for
+    messages."""
 
     def __init__(self, text: bytes, source: str) -> None:
         self.source = source
@@ -28,13 +29,13 @@ class Corpus:
 
     @property
     def is_binary(self) -> bool:
-        """Whether the first 64 KiB have a NUL byte, which no text has."""
+        """Whether the first 64 KiB contain a NUL byte. A text contains none."""
         return bool((self._text[: 1 << 16] == 0).any())
 
     @property
     def identity(self) -> str:
-        """A text that identifies the corpus: its number of bytes and their checksum. It does not depend on where the
-        corpus was read from."""
+        """A string that identifies the corpus: its number of bytes and their checksum. It does not depend on the file's
+        path."""
         return f"of {len(self)} bytes (xxh3 {xxhash.xxh3_64_hexdigest(self._text.numpy().data)})"
 
     def check(self, length: int) -> None:
@@ -57,7 +58,7 @@ class Corpus:
 
 
 def read_corpus(path: str | Path | None = None) -> Corpus:
-    """Read the text of a file; without a path, Python's language reference. Raises ConfigError."""
+    """Read the text of the file `path`. None: take Python's language reference. Raises ConfigError."""
     if path is None:
         return Corpus(_python_reference().encode(), "the Python reference (pydoc_data.topics)")
     try:

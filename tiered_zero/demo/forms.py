@@ -1,9 +1,9 @@
-"""Train one model for a few steps, with plain PyTorch or over three tiers, in a process that `tiered-zero demo` starts.
+"""Train a model for a few steps, with plain PyTorch or on three tiers, in a process that `tiered-zero demo` starts.
 
     python -m tiered_zero.demo.forms '{"directory": null, ...}'
 
-Each line of its output is one JSON object: the seconds of building the model, a step's loss, an error, or the peak of
-memory.
+Each line of the output is one JSON object: the seconds that building the model took, a step's loss, an error, or the
+peak memory.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ WATCH_S = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """The settings of a training. `directory`: for swap files; None: plain PyTorch. `limit_nbytes`: by how much the
-    memory of the process may grow; None: no limit. `device_nbytes`, `host_nbytes`: limits of the engine's plan."""
+    """The settings of one training. `directory`: for swap files; None: train with plain PyTorch. `limit_nbytes`: bytes
+    by which the process's memory may grow; None: no limit. `device_nbytes`, `host_nbytes`: limits of the engine's
+    plan."""
 
     layers: int
     hidden: int
@@ -48,7 +49,7 @@ class Form:
 
     @property
     def config(self) -> dict[str, Any]:
-        """Return the engine's config: everything on disk."""
+        """Return the engine's config, with parameters and state on disk."""
         nvme = {"device": "nvme", "nvme_path": self.directory}
         return {
             "train_micro_batch_size_per_gpu": 1,
@@ -64,7 +65,7 @@ class Form:
 
 
 def run(form: Form) -> None:
-    """Train as `form` says, and print the lines of JSON. End this process if its memory exceeds the limit."""
+    """Train as `form` says, and print the JSON lines. End this process if its memory grows by more than the limit."""
     text = read_corpus()
     memory = _MemoryWatch(form.limit_nbytes)
     began_s = time.perf_counter()
@@ -96,7 +97,7 @@ def run(form: Form) -> None:
 
 
 class _MemoryWatch:
-    """Ends this process when its own memory grows by more than `limit_nbytes`. A thread checks every WATCH_S."""
+    """Ends this process when its memory grows by more than `limit_nbytes`. A thread checks every WATCH_S seconds."""
 
     def __init__(self, limit_nbytes: int | None) -> None:
         self._limit_nbytes, self.peak_nbytes = limit_nbytes, 0

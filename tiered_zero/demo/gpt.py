@@ -77,7 +77,8 @@ class GPT(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return logits [B, T, vocab]; with `targets` the mean loss, fp32. Arguments: [B, T] int64, T <= context."""
+        """Return logits [B, T, vocab]; with `targets`, the mean loss in fp32. Both arguments: [B, T] int64, T <=
+        context."""
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
@@ -88,6 +89,6 @@ class GPT(nn.Module):
 
 
 def build_gpt(config: GPTConfig, device: str = "meta") -> GPT:
-    """Build the model. On `meta` it takes no memory: a plan needs no values, and an engine makes them unit by unit."""
+    """Build the model. On `meta` it takes no memory; an engine then initializes the values unit by unit."""
     with torch.device(device):
         return GPT(config)

@@ -1,5 +1,5 @@
 """Connect to other training tools: callbacks for Transformers' Trainer, a strategy for Lightning, a plugin for axolotl.
 
-Promise: a script of the tool changes by one line, and in fp32 on one rank its numbers are those of the plain tool.
-Owner: the tool owns its loop. Never: imported by the rest of the package, because it imports the tool.
+Promise: a script for the tool changes by one line. In fp32 on one rank its numbers are those without this package.
+Owner: the tool owns its training loop. Never: is imported by the rest of the package, because it imports the tool.
 """

@@ -1,4 +1,4 @@
-"""Connect to axolotl by a plugin. In its YAML:
+"""Connect to axolotl with a plugin. In its YAML:
 
 plugins: [tiered_zero.integrations.axolotl.Plugin]
 tiered_zero_offload: {device: nvme, nvme_path: swap}      # offload optimizer state: `offload` of OffloadedOptimizer
@@ -29,7 +29,7 @@ class TieredZeroArgs(BaseModel):
 
 
 class Plugin(BasePlugin):  # type: ignore[misc, unused-ignore]
-    """Offloads the optimizer's state, or parameters too; saves the state in files of its own; logs bytes by tier."""
+    """Offloads optimizer state, or parameters too; saves offloaded state in separate files; logs bytes by tier."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Plugin(BasePlugin):  # type: ignore[misc, unused-ignore]
         self.engine = tiered_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
 
     def create_optimizer(self, cfg: Any, trainer: Any) -> Any:
-        """Return the engine's optimizer, or with tiered_zero_offload an OffloadedOptimizer; None: Trainer makes its
+        """Return the engine's optimizer, or an OffloadedOptimizer with tiered_zero_offload. None: Trainer makes its
         own."""
         if self.engine is not None:
             return self.engine.optimizer

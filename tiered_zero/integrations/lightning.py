@@ -1,4 +1,4 @@
-"""Run the engine under Lightning's Trainer, in place of DistributedDataParallel."""
+"""Run the engine in Lightning's Trainer, instead of DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tiered_zero.errors import ConfigError, ModelError
 
 class TieredStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
     """Puts parameters, gradients and state on the tiers of `config`: `Trainer(strategy=TieredStrategy(config))`.
-    Lightning accumulates gradients, and on one rank clips them; several ranks clip by `gradient_clipping` in the
-    config. The engine stays open after `fit`; `engine.close()` or the end of the strategy frees it."""
+    Lightning accumulates gradients, and clips them on one rank; on several ranks `gradient_clipping` in the config
+    clips them. The engine stays open after `fit`, until `engine.close()` or the end of the strategy."""
 
     def __init__(self, config: Mapping[str, Any] | str | os.PathLike[str], **options: Any) -> None:
         """Read the config. `options`: arguments of DDPStrategy. Raises ConfigError."""
@@ -30,7 +30,7 @@ class TieredStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
             )
 
     def setup(self, trainer: Any) -> None:
-        """Build the engine for a fit. A test or a validation after the fit runs on the engine of the fit."""
+        """Build the engine for a fit. A test or validation after the fit uses the same engine."""
         if self.num_nodes * self.num_processes == 1:  # one rank: a distributed sampler would shuffle
             trainer._accelerator_connector.use_distributed_sampler = False
         if self.engine is None or trainer.state.fn == TrainerFn.FITTING:
@@ -40,7 +40,8 @@ class TieredStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
             self.model = self.engine
 
     def model_to_device(self) -> None:
-        """Do nothing in a fit: the engine moves parameters. Outside of a fit let the base class move the model."""
+        """Do nothing in a fit, because the engine moves parameters. Outside a fit, let the base class move the
+        model."""
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             super().model_to_device()
 
@@ -48,7 +49,7 @@ class TieredStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
         """Do nothing: the engine averages gradients."""
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Build the engine over the module and its one optimizer."""
+        """Build the engine from the module and its only optimizer."""
         super().setup_optimizers(trainer)
         found: list[Any] = super().optimizers
         if len(found) != 1 or self.engine is not None:
@@ -61,7 +62,7 @@ class TieredStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
         self.optimizers: Any = [self.engine.optimizer]
 
     def teardown(self) -> None:
-        """Leave parameters where they are, unlike the base class, which moves them to the CPU."""
+        """Tear down without moving parameters. The base class would move them to the CPU."""
         self.precision_plugin.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()

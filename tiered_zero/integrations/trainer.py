@@ -1,4 +1,4 @@
-"""Connect to the Trainer of Transformers by two callbacks: one saves optimizer state, one logs bytes and rates."""
+"""Connect to Transformers' Trainer with two callbacks: one saves optimizer state, one logs bytes and busy shares."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _FOLDER = "optimizer_state"
 
 class SaveStateCallback(TrainerCallback):
     """Writes an OffloadedOptimizer's state to `checkpoint-N/optimizer_state`, and reads it when Trainer resumes.
-    Collects a ZeroRedundancyOptimizer's state on rank 0 before a save; it must fit into host memory. `resume_from`: the
-    checkpoint of `train(resume_from_checkpoint=...)`, if it lies outside of `args.output_dir`."""
+    Collects a ZeroRedundancyOptimizer's state on rank 0 before a save; the state must fit into host memory there.
+    `resume_from`: the checkpoint of `train(resume_from_checkpoint=...)`, if it is outside `args.output_dir`."""
 
     def __init__(self, resume_from: str | None = None) -> None:
         self._resume_from = resume_from
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-        """Read an OffloadedOptimizer's state from files if Trainer resumes. Until `on_train_end`, its `state_dict()`
-        writes the state to files."""
+        """Read an OffloadedOptimizer's state from files if Trainer resumes. Make its `state_dict()` write the state to
+        files, until `on_train_end`."""
         own = unwrapped(optimizer)
         if not isinstance(own, OffloadedOptimizer):
             return
@@ -43,12 +43,12 @@ class SaveStateCallback(TrainerCallback):
     on_epoch_end = on_step_end
 
     def on_evaluate(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-        """Collect a ZeroRedundancyOptimizer's state on rank 0 if the result of the evaluation may lead to a save."""
+        """Collect a ZeroRedundancyOptimizer's state on rank 0 if Trainer may save after this evaluation."""
         if args.save_strategy == "best" and not args.save_only_model:
             _consolidate(optimizer)
 
     def on_train_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
-        """Restore the optimizer's own `state_dict()`, which `on_train_begin` has replaced."""
+        """Give the optimizer its own `state_dict()` back. `on_train_begin` has replaced it."""
         vars(unwrapped(optimizer)).pop("state_dict", None)
 
 
@@ -67,10 +67,10 @@ def _folder(args: Any, state: Any) -> Path:
 
 
 class ReportCallback(TrainerCallback):
-    """Adds to each line of training logs: GiB on each tier, the busy share of each link in the last step, and GB that
-    this process has written to the disk. `engine`: the engine, if one steps the optimizer. `rated`: the bytes
-    of writes for which the drive is rated, such as "600TB"; with it, the share of the rating used so far is logged
-    too. Loggers that run before this callback miss the numbers; `state.log_history` has them."""
+    """Adds numbers to each training log: GiB on each tier, the busy share of each lane in the last step, and GB that
+    this process has written to disk. `engine`: the engine, if one steps the optimizer. `rated`: the bytes that the
+    drive is rated to write, such as "600TB"; with it, the used share of this rating is logged too. Loggers that run
+    before this callback miss the numbers; `state.log_history` has them."""
 
     def __init__(self, engine: Any = None, rated: str | int | None = None) -> None:
         self._engine = engine
@@ -97,6 +97,6 @@ class ReportCallback(TrainerCallback):
 
 
 def _report(engine: Any, optimizer: Any) -> Any:
-    """Return the last step's report, from the engine or else the optimizer; None without one."""
+    """Return the last step's report, from the engine or else from the optimizer; None if there is none."""
     own = unwrapped(optimizer)
     return getattr(engine or getattr(own, "optim", own), "step_report", None)

@@ -7,17 +7,17 @@ from tiered_zero.telemetry.report import OTHER, RunReport
 from tiered_zero.telemetry.spans import is_wait
 
 BUSY_SHARE = 0.7
-"""A lane that is busy for at least this share of a step sets the pace."""
+"""If the busiest lane is busy for at least this share of a step, the explanation names it."""
 
 OUTSIDE_SHARE = 0.25
 """If the loop around the engine takes at least this share of a step, the explanation names the loop."""
 
 CPU_SHARE = 0.5
-"""If the CPU computes, and the process got less than this share of the CPU seconds that its threads could use, the
-explanation names this first."""
+"""If the process got less than this share of the CPU seconds that its threads could use, the explanation says only
+this. It applies if the CPU computes, and compute or update is the busiest lane."""
 
 WAIT_SHARE = 0.1
-"""A wait that takes less than this share of a step is not named."""
+"""A wait is named only if it takes at least this share of a step."""
 
 _TOKENS = "more tokens per step (train_micro_batch_size_per_gpu)"
 _DISK = (
@@ -79,16 +79,16 @@ NAMES: dict[str, tuple[str, str]] = {
     OTHER: ("the loop around the engine: data loading, logging", ""),
     "overlap": ("100%: a step takes no longer than its busiest resource; 0%: resources work one after another", ""),
 }
-"""Name in a report -> (its meaning, what to change if it takes the largest part of a step; "" if not known)."""
+"""Name in a report -> (its meaning, what to change if it takes the largest part of a step). "": no change is known."""
 
 
 def remedy_of(lane: str) -> str:
-    """Return what to change if `lane`, a lane or a named wait, takes the largest part of a step; "" if not known."""
+    """Return what to change if the lane or named wait `lane` takes the largest part of a step; "" if not known."""
     return NAMES.get(lane, ("", ""))[1]
 
 
 def explain_prediction(report: RunReport) -> str:
-    """Say how far the prediction of a step was off, and for which lane it was off most; "" without a prediction."""
+    """Return a text: how wrong the prediction of a step was, and for which lane most. "" if there is no prediction."""
     rows = report.prediction_rows()
     if len(rows) < 2:
         return ""
@@ -101,7 +101,7 @@ def explain_prediction(report: RunReport) -> str:
 
 
 def explain_pace(report: RunReport) -> str:
-    """Say what takes the largest part of a typical step, and what would shorten it; "" for a run without steps."""
+    """Return a text: what takes the largest part of a typical step, and what would shorten it. "" without steps."""
     if not report.busy_s or not report.step_s:
         return ""
     lane = max(report.busy_s, key=lambda name: report.busy_s[name])

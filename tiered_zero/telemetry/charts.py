@@ -1,4 +1,4 @@
-"""Draw charts as inline SVG. Colours are classes that the page's style defines."""
+"""Draw charts as inline SVG. The page's style defines a CSS class for each colour."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ CHAR_WIDTH = 7.3
 
 NOT_RECORDED = '<p class="none">Not recorded.</p>'
 MAX_POINTS = 120
-"""The most points that are drawn of a series; see `thin`."""
+"""The most points that a chart draws for one series. See `thin`."""
 
 Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """A named series of points (x, y), with rising x. `style`: the CSS class of its colour."""
+    """A named series of points (x, y), sorted by x. `style`: the CSS class of the series' colour."""
 
     name: str
     style: str
@@ -32,8 +32,8 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A bar on a timeline. `row`: counted from the top. `start`, `end`: in the unit of the x axis. `style`: the CSS
-    class of its colour. `tip`: text shown on hovering."""
+    """A bar on a timeline. `row`: the row's index, from the top. `start`, `end`: x values. `style`: the CSS class of
+    the bar's colour. `tip`: the text shown on hovering."""
 
     row: int
     start: float
@@ -94,7 +94,7 @@ class Plot:
 
 
 def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series], from_zero: bool = False) -> str:
-    """Draw one line per series; points that are not finite break it. `from_zero`: the y axis begins at 0."""
+    """Draw one line per series. The line is interrupted where y is not finite. `from_zero`: begin the y axis at 0."""
     thinned = [Series(name=line.name, style=line.style, points=thin(line.points)) for line in series]
     ys = [y for line in thinned for _, y in line.points if math.isfinite(y)]
     if not ys:
@@ -176,8 +176,8 @@ def rounded(low: float, high: float) -> tuple[float, float]:
 
 
 def ticks(low: float, high: float, count: int, smallest: float = 0.0) -> list[float]:
-    """Return about `count` multiples of a step within [low, high]. The step is 1, 2 or 5 times a power of ten, or
-    `smallest` if that is more."""
+    """Return about `count` ticks within [low, high]: multiples of a step. The step is 1, 2 or 5 times a power of ten,
+    but at least `smallest`."""
     step = max(smallest, _tick_step(low, high, count))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [index * step for index in range(first, last + 1)]
@@ -195,7 +195,7 @@ def format_tick(value: float) -> str:
 
 
 def thin(points: Points) -> Points:
-    """Return a series of at most MAX_POINTS points: means of parts of equal length, without a shorter last part."""
+    """Return at most MAX_POINTS points: `points`, or means of equally long parts, without a shorter last part."""
     if len(points) <= MAX_POINTS:
         return points
     length = -(-len(points) // MAX_POINTS)
@@ -204,7 +204,7 @@ def thin(points: Points) -> Points:
 
 
 def _widened(low_high: tuple[float, float]) -> tuple[float, float]:
-    """Return the range. A range of length 0 is widened, but only so little that the axis still has a tick near its
+    """Return the range, widened if its length is 0. It is widened only a little, so that the axis has a tick near its
     value."""
     low, high = low_high
     margin = min(0.5, abs(low) / 4)

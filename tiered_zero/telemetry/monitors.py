@@ -17,12 +17,12 @@ logger = logging.getLogger("tiered_zero")
 Write = Callable[[str, float, int], object]
 """A function that writes one number. Its arguments: name, number, samples trained so far."""
 Open = Callable[[ExitStack], Write]
-"""A function that opens a writer and returns its Write; it registers the writer's close on the given stack."""
+"""A function that opens a writer and returns its Write. It registers the writer's closing on the given stack."""
 
 
 def csv_in(folder: Path) -> Open:
-    """Return an opener for csv files in `folder`, one for each name: "Train/Samples/lr" is written to
-    Train_Samples_lr.csv. Rows of an existing file are kept."""
+    """Return an Open that writes a csv file in `folder` for each name. "Train/Samples/lr" goes to Train_Samples_lr.csv.
+    Rows of an existing file are kept."""
 
     def open_files(end: ExitStack) -> Write:
         folder.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ def tensorboard_in(folder: Path) -> Open:
 
 
 def wandb_of(**names: str | None) -> Open:
-    """Return an opener for Weights & Biases. `names`: arguments of `wandb.init`."""
+    """Return an Open that writes to Weights & Biases. `names`: arguments for `wandb.init`."""
 
     def open_run(end: ExitStack) -> Write:
         import wandb
@@ -69,8 +69,8 @@ def wandb_of(**names: str | None) -> Open:
 class Monitors:
     """Writes the numbers of each step's report to the chosen monitors. A writer that fails is dropped with a warning.
 
-    `chosen`: section of the config -> the opener of its writer. `groups`: the param groups in use. `batch_size`:
-    samples of a step. Raises ConfigError if a writer cannot be opened; a missing package only gives a warning.
+    `chosen`: section of the config -> its Open. `groups`: the param groups in use. `batch_size`: the samples in one
+    step. Raises ConfigError if a writer cannot be opened. A missing package only gives a warning.
     """
 
     def __init__(self, chosen: Mapping[str, Open], groups: Sequence[Mapping[str, Any]], batch_size: int) -> None:
@@ -112,8 +112,8 @@ class Monitors:
 
 
 class StepLog:
-    """Logs the numbers of each `every`-th step in one line, or prints the line if the logger would not show it.
-    `groups`: the param groups in use. `breaks_down`: whether to add a line with the step's seconds by cause."""
+    """Logs the numbers of every `every`-th step in one line. Prints the line if the logger would not show it. `groups`:
+    the param groups in use. `breaks_down`: whether to add a line with the step's seconds by cause."""
 
     def __init__(self, every: int, groups: Sequence[Mapping[str, Any]], breaks_down: bool = False) -> None:
         self._every = every

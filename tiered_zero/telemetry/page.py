@@ -127,16 +127,16 @@ STYLE = (
 
 
 CUT_AT = 4.0
-"""A step's bar is cut off at this multiple of the median wall time, so that a long first step hides no others."""
+"""A step's bar is cut off at this multiple of the median wall time. Else one long step would flatten the others."""
 
 MAX_BARS = 4000
-"""The most bars in a timeline; the longest spans are drawn."""
+"""The most bars in a timeline. Of more spans, the longest are drawn."""
 
 MAX_PLACES = 6
 """The most saved checkpoints that the page names."""
 
 MAX_ROWS = 6
-"""The most rows of one lane in a timeline; further requests in flight are not drawn."""
+"""The most rows for one lane in a timeline. Spans that need more rows are not drawn."""
 
 
 def render_page(run: RunRecord, title: str) -> str:
@@ -212,7 +212,7 @@ def _saves(run: RunRecord) -> dict[int, float]:
 
 
 def _curve(steps: Sequence[StepReport], title: str, name: str) -> str:
-    """Draw the field `name` of StepReport by step, without the steps in which it is None."""
+    """Draw the field `name` of StepReport by step. Leave out the steps in which it is None."""
     points = [(step.step, value) for step in steps if (value := getattr(step, name)) is not None]
     return _figure(
         title, line_chart(f"{title} by step", "step", name, [Series(name=name, style="step", points=points)])
@@ -291,8 +291,8 @@ def _timeline(timeline: Timeline | None) -> str:
 
 
 def draw_timeline(timeline: Timeline) -> str:
-    """Draw the longest spans of a step as SVG, in rows by lane. A span that began earlier is drawn from the step's
-    start."""
+    """Draw the longest spans of a step as SVG, in rows by lane. A span that began before the step is drawn from the
+    step's start."""
     longest = sorted(timeline.spans, key=lambda span: span.start_s - span.end_s)[:MAX_BARS]
     driver = [span for span in longest if span.lane == DRIVER_LANE]
     began_s = min(span.start_s for span in driver or longest)
@@ -314,12 +314,12 @@ def draw_timeline(timeline: Timeline) -> str:
 
 
 def _style_name(span: Span) -> str:
-    """Return the key of a span's colour in COLOURS: the kind of a wait or of the driver's span, else the lane."""
+    """Return the span's key in COLOURS: its kind if the span is a wait or on the driver's lane, else its lane."""
     return span.kind if is_wait(span.kind) or span.lane == DRIVER_LANE else span.lane
 
 
 def _explained(name: str) -> str:
-    """Return a cause or lane with its meaning if it is a wait: its name alone says too little."""
+    """Return `name`, a cause or lane. For a wait add its meaning, because the name alone says too little."""
     return f"{name} ({NAMES[name][0]})" if is_wait(name) and name in NAMES else name
 
 
@@ -347,7 +347,7 @@ def _links(report: RunReport) -> str:
 
 
 def _plan(run: RunRecord) -> str:
-    """Render planned and peak bytes: a row for each kind on each tier, then one for the tier."""
+    """Render a table of planned and peak bytes: for each tier, a row for each kind and then one for the tier."""
     planned, peak = run.header.planned_nbytes, run.steps[-1].kind_nbytes if run.steps else {}
     sums = run.header.planned_by_tier, run.report.peak_nbytes
     rows = []

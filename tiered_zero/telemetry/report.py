@@ -46,7 +46,7 @@ class JsonRecord:
 
     @classmethod
     def from_json(cls: type[Record], values: Mapping[str, Any]) -> Record:
-        """Make a record from a JSON object. Raises StoreError if a field is missing."""
+        """Make an instance from a JSON object. Raises StoreError if a field is missing."""
         known = {  # without unknown names, which a newer version may have added
             f.name: float(values[f.name]) if f.type in _FLOATS and values[f.name] is not None else values[f.name]
             for f in fields(cls)  # type: ignore[arg-type]
@@ -65,7 +65,7 @@ class StepReport(JsonRecord):
     step: int
     wall_s: float
     start_s: float = 0.0
-    """Seconds in which the model's values were placed on their tiers; 0 after the first step."""
+    """Seconds that placing the model's values on their tiers took; 0 after the first step."""
     seconds: dict[str, float]
     """Cause -> seconds."""
     loss: float | None = None
@@ -83,21 +83,21 @@ class StepReport(JsonRecord):
     busy_s: dict[str, float] = field(default_factory=dict)
     """Lane -> busy seconds."""
     tier_nbytes: dict[str, int] = field(default_factory=dict)
-    """Tier -> the most bytes in this step."""
+    """Tier -> peak bytes in this step."""
     peak_nbytes: dict[str, int] = field(default_factory=dict)
-    """Tier -> the most bytes since the run began."""
+    """Tier -> peak bytes since the run began."""
     kind_nbytes: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Tier -> kind -> the most bytes since the run began."""
+    """Tier -> kind -> peak bytes since the run began."""
     activations: dict[str, int] = field(default_factory=dict)
     """Numbers and bytes of the activations that were moved, and of those that had no room; empty if none are
     offloaded."""
     cpu_share: float | None = None
-    """The CPU seconds of the process, divided by the CPU seconds that its compute threads could use; None if an
-    accelerator computes."""
+    """CPU seconds that the process used, divided by those that its compute threads could use; None if an accelerator
+    computes."""
 
     @property
     def bytes_per_s(self) -> dict[str, float]:
-        """Lane -> its bytes divided by its busy seconds."""
+        """Return lane -> bytes moved per busy second."""
         return link_rates(self.link_nbytes, self.busy_s)
 
     @property
@@ -184,13 +184,14 @@ class StepMeter:
 
 
 def known_first(known: Sequence[str], found: Iterable[str]) -> list[str]:
-    """Return each name in `found` once, in the order of `known`; names that `known` lacks follow."""
+    """Return each name in `found` once: first those in `known`, in the order of `known`, then the others."""
     names = dict.fromkeys(found)
     return [*filter(names.__contains__, known), *filterfalse(known.__contains__, names)]
 
 
 def bottleneck(busy_s: Mapping[str, float], wall_s: float) -> str:
-    """Return the lane that binds a step, as text: 'disk write (93% busy)'. Below BOUND_SHARE no resource binds it."""
+    """Return the lane that binds a step as text: 'disk write (93% busy)'. If all lanes are below BOUND_SHARE, the text
+    says so."""
     if not busy_s or wall_s <= 0:
         return "nothing measured"
     lane = max(busy_s, key=lambda name: busy_s[name])
@@ -214,8 +215,8 @@ def link_rates(nbytes: Mapping[str, int], busy_s: Mapping[str, float]) -> dict[s
 class RunReport(JsonRecord):
     """The report of a whole run, or of a run up to now.
 
-    Its typical step is the mean of the steps without the first (if there are others), and without the fastest and the
-    slowest quarter. `step_s`, `seconds`, `busy_s`, `overlap`, `bound_by` and `cpu_share` describe the typical step.
+    The typical step is a mean over steps. It leaves out the first step (if there are others), and then the fastest and
+    the slowest quarter. `step_s`, `seconds`, `busy_s`, `overlap`, `bound_by` and `cpu_share` describe the typical step.
     """
 
     steps: int
@@ -226,23 +227,24 @@ class RunReport(JsonRecord):
     tokens: int
     tokens_per_s: float
     start_s: float = 0.0
-    """Seconds in which the model's values were placed on their tiers."""
+    """Seconds that placing the model's values on their tiers took."""
     step_s: float
     seconds: dict[str, float]
     busy_s: dict[str, float]
     overlap: float
     bound_by: str
     link_nbytes: dict[str, int]
-    """Lane -> bytes in the whole run."""
+    """Lane -> bytes moved in the whole run."""
     bytes_per_s: dict[str, float]
-    """Lane -> its rate while it is busy."""
+    """Lane -> bytes moved per busy second."""
     planned_nbytes: dict[str, int]
     """Tier -> bytes."""
     peak_nbytes: dict[str, int]
     """Tier -> bytes."""
     cpu_share: float | None = None
     predicted: dict[str, float] = field(default_factory=dict)
-    """The predicted step: "tokens", its seconds "step", and lane -> busy seconds; empty if unknown."""
+    """The predicted step: "tokens" -> its tokens, "step" -> its seconds, each lane -> its busy seconds. Empty if
+    unknown."""
 
     @property
     def steps_text(self) -> str:
@@ -251,15 +253,15 @@ class RunReport(JsonRecord):
         return f"{self.steps:,} step{'s' * (self.steps != 1)}{skipped}"
 
     def prediction_rows(self) -> list[tuple[str, float, float]]:
-        """Return rows (name, predicted seconds, measured seconds): first "step", then each lane. Empty if nothing was
-        predicted for steps with this number of tokens."""
+        """Return rows (name, predicted seconds, measured seconds): first "step", then each lane. There are none without
+        a prediction for steps with this number of tokens."""
         if not self.steps or self.predicted.get("tokens") != self.tokens / self.steps:
             return []
         measured = {"step": self.step_s, **self.busy_s}
         return [(name, s, measured.get(name, 0.0)) for name, s in self.predicted.items() if name != "tokens"]
 
     def link_rows(self) -> Iterator[tuple[str, str, str, str]]:
-        """Yield rows of text: a lane, its bytes in the whole run, its rate, and its busy share of a typical step."""
+        """Yield a row of texts for each lane: name, bytes in the whole run, rate, and busy share of a typical step."""
         for lane, busy_s in self.busy_s.items():
             nbytes, rate = self.link_nbytes.get(lane), self.bytes_per_s.get(lane)
             yield (
@@ -271,7 +273,7 @@ class RunReport(JsonRecord):
 
 
 class RunTotals:
-    """Sums the reports of a run's steps to a RunReport. Used by one thread."""
+    """Combines the reports of a run's steps into a RunReport. Used by one thread."""
 
     def __init__(
         self, planned_nbytes: Mapping[str, int] | None = None, predicted: Mapping[str, float] | None = None
@@ -324,7 +326,7 @@ class RunTotals:
 
 
 def middle_half(reports: Iterable[StepReport]) -> list[StepReport]:
-    """Return the reports without the fastest and the slowest quarter, by wall time."""
+    """Return the reports sorted by wall time, without the fastest and the slowest quarter."""
     ranked = sorted(reports, key=lambda report: report.wall_s)
     quarter = len(ranked) // 4
     return ranked[quarter : len(ranked) - quarter]

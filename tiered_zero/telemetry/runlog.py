@@ -1,5 +1,4 @@
-"""Write the files of a run step by step, its record (`tiered_zero.report`) and its trace (`tiered_zero.trace`), and
-read a record.
+"""Write a run's record (`tiered_zero.report`) and trace (`tiered_zero.trace`) step by step, and read a record.
 
 A record has one JSON object per line: a header, a line per step, one step's timeline, a footer. Lines after the header
 may be missing, and an incomplete last line is ignored. A trace has Chrome's format, for Perfetto. The closing bracket
@@ -30,15 +29,15 @@ logger = logging.getLogger("tiered_zero")
 FORMAT_VERSION = 1
 
 TIMELINE_STEP = 3
-"""The number, in this process, of the step whose spans are written into the record. By this step units are
+"""The step whose spans are written into the record, counted from 1 in this process. In this step units are already
 prefetched."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunHeader(JsonRecord):
-    """The first line of a record: what is known before the first step. `planned_nbytes`: tier -> kind -> bytes.
-    `meanings`: tier -> kind -> the plan's words for it. `config`: key -> value as JSON, without defaults. `predicted`:
-    "tokens" -> tokens of a step, "step" -> its predicted seconds, and for each lane: name -> predicted busy seconds.
+    """The first line of a record: facts known before the first step. `planned_nbytes`: tier -> kind -> bytes.
+    `meanings`: tier -> kind -> the plan's words for the kind. `config`: key -> value as JSON, without defaults.
+    `predicted`: "tokens" -> tokens of a step, "step" -> its predicted seconds, each lane -> its predicted busy seconds.
     `started_at`: Unix time."""
 
     model: str
@@ -87,7 +86,7 @@ class RunRecord:
 
     @property
     def report(self) -> RunReport:
-        """The report that the run's steps add up to."""
+        """The run's report, computed from its steps."""
         totals = RunTotals(self.header.planned_by_tier, self.header.predicted)
         for step in self.steps:
             totals.add(step)
@@ -95,8 +94,8 @@ class RunRecord:
 
 
 class PrivateFile:
-    """A text file with mode 0600, written during training. The constructor renames an existing file. After a write that
-    fails, as on a full disk, the file is closed with a warning, and training goes on."""
+    """A text file with mode 0600, written during training. The constructor renames an existing file. If a write fails,
+    for example on a full disk, the file is closed with a warning, and training goes on."""
 
     def __init__(self, path: str | os.PathLike[str], setting: str) -> None:
         """Create the file. `setting`: the config key that names the file, for messages. Raises ConfigError."""
@@ -125,7 +124,8 @@ class PrivateFile:
         return self._fd.closed
 
     def write(self, text: str) -> None:
-        """Write `text` without a buffer, so that it survives a kill. Never raises. Does nothing once closed."""
+        """Write `text` without a buffer, so that it survives a kill. Never raises OSError. Does nothing if the file is
+        closed."""
         if self.closed:
             return
         data = memoryview(text.encode())
@@ -164,7 +164,7 @@ class RunLog:
         self._write("timeline", timeline.to_json())
 
     def close(self, end_save_s: float = 0.0) -> None:
-        """Write the footer, and close. Idempotent. `end_save_s`: as in RunRecord."""
+        """Write the footer, and close the file. Idempotent. `end_save_s`: see RunRecord."""
         self._write("footer", {"end_save_s": end_save_s})
         self._file.close()
 
@@ -173,7 +173,7 @@ class RunLog:
 
 
 def read_run(path: str | os.PathLike[str]) -> RunRecord:
-    """Read a run's record from a file. Raises StoreError, which names the line, if the file is no record."""
+    """Read a run's record from a file. If the file is not a record, raises StoreError, which names the line."""
     try:
         *lines, _cut_off = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -207,18 +207,18 @@ def read_run(path: str | os.PathLike[str]) -> RunRecord:
 
 _PROCESS = 1
 _ROWS_A_LANE = 1000
-"""Thread ids that a trace reserves for the rows of one lane: more than it has requests in flight."""
+"""Number of thread ids that a trace reserves for the rows of one lane. A lane has fewer requests in flight."""
 
 
 class RowLayout:
-    """Assigns spans to the rows of a chart: one row for each lane and each named wait, more if spans overlap. An inner
-    span shares the row of the span around it."""
+    """Assigns spans to the rows of a chart. Each lane and each named wait has one row, or more if its spans overlap. A
+    span that lies inside another may share its row."""
 
     def __init__(self) -> None:
         self._rows: dict[str, list[_Row]] = {name: [] for name in (*LANES, *WAIT_CAUSES)}
 
     def place(self, span: Span) -> tuple[str, int]:
-        """Assign a span to a row: return its lane or wait, and the row's index there. Call in the order of
+        """Assign a span to a row. Return its lane or wait, and the row's index there. Call this in the order of
         `by_start`."""
         name = span.kind if is_wait(span.kind) else span.lane
         rows = self._rows.setdefault(name, [])
@@ -255,7 +255,7 @@ class _Row:
 
 
 def by_start(spans: Iterable[Span]) -> list[Span]:
-    """Return the spans in order of their start; of spans with the same start, the longest first."""
+    """Return the spans sorted by their start. Of spans with the same start, the longest comes first."""
     return sorted(spans, key=lambda span: (span.start_s, -span.end_s))
 
 
@@ -271,7 +271,7 @@ class TraceWriter:
         self._write([_about("process_name", 0, name="tiered_zero"), _about("process_labels", 0, labels=labels)])
 
     def write(self, spans: Iterable[Span]) -> None:
-        """Write spans, so that they survive a kill of the process. Does nothing if the trace is closed."""
+        """Write spans without a buffer, so that they survive a kill. Does nothing if the trace is closed."""
         if self._file.closed:
             return
         events: list[dict[str, Any]] = []
@@ -306,8 +306,8 @@ def _about(what: str, thread: int, **args: Any) -> dict[str, Any]:
 
 
 class RunObserver:
-    """Writes each step to the run's record and trace, at `report_path` and `trace_path` (None: no file). Raises
-    ConfigError. It makes the recorder keep the spans that it will write."""
+    """Writes each step to the run's record and trace. `report_path`, `trace_path`: their files; None: no file. Makes
+    the recorder keep the spans that are written. Raises ConfigError."""
 
     def __init__(self, recorder: Recorder, header: RunHeader, report_path: str | None, trace_path: str | None) -> None:
         self._recorder = recorder

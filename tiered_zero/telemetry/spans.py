@@ -1,4 +1,4 @@
-"""Measure a run: `Recorder` sums spans of time and their bytes by lane, `Ledger` counts bytes by tier."""
+"""Measure a run: `Recorder` sums the time and bytes of spans by lane, `Ledger` counts allocated bytes by tier."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DRIVER_LANE = "compute"
 """The lane of the thread that runs the step."""
 
 SAVE_LANE = "save"
-"""The lane of saves of checkpoints on the thread that runs the step."""
+"""The lane of checkpoint saves on the thread that runs the step."""
 
 _DRIVER_LANES = (DRIVER_LANE, SAVE_LANE)
 
@@ -52,8 +52,8 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """Sums over an interval, usually one step. See [Note: Lanes and kinds]. `causes`: kind -> the driver's seconds,
-    without inner spans. `nbytes`, `busy_s`: lane -> bytes moved, seconds in which it worked."""
+    """Sums over an interval, usually one step. See [Note: Lanes and kinds]. `causes`: kind -> seconds of the driver's
+    spans, without inner spans. `nbytes`: lane -> bytes moved. `busy_s`: lane -> seconds in which the lane worked."""
 
     causes: dict[str, float] = field(default_factory=dict)
     nbytes: dict[str, int] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Recorder:
         self._causes: defaultdict[str, float] = defaultdict(float)
         self._nbytes: defaultdict[str, int] = defaultdict(int)
         self._worked: defaultdict[str, list[float]] = defaultdict(list)
-        """Lane -> its working intervals as [start, end, start, end, ...] in rising order; intervals that touch are
+        """Lane -> the intervals in which it worked: [start, end, start, end, ...], sorted. Intervals that touch are
         joined."""
         self._idle_s: defaultdict[str, float] = defaultdict(float)
 
@@ -107,7 +107,7 @@ class Recorder:
         return spans
 
     def _count(self, span: _OpenSpan, end_s: float, nbytes: int) -> None:
-        """Add a span that has ended to the sums. Under the lock."""
+        """Add a span that has ended to the sums. Call this with the lock held."""
         lane, kind, start_s, outer = span.lane, span.kind, span.start_s, span.outer
         is_covered = False
         if outer is not None:
@@ -171,8 +171,8 @@ class _OpenSpan:
 
 
 class Ledger:
-    """Counts the bytes that a run has allocated, by tier and kind. Charge an allocation before making it; discharge it
-    when it is freed. Any thread may use it. `limits`: tier -> the most bytes."""
+    """Counts the bytes that a run has allocated, by tier and kind. Call `charge` before each allocation, and
+    `discharge` when it is freed. Any thread may use it. `limits`: tier -> the most bytes allowed."""
 
     def __init__(self, limits: Mapping[str, int] | None = None) -> None:
         self._limits = dict(limits or {})
@@ -184,7 +184,8 @@ class Ledger:
         self._recent_peak: defaultdict[str, int] = defaultdict(int)
 
     def charge(self, tier: str, kind: str, nbytes: int) -> None:
-        """Count `nbytes` more of `kind` on `tier`. Raises BudgetError, and counts nothing, above the tier's limit."""
+        """Add `nbytes` of `kind` on `tier`. If the tier's limit would be exceeded, raises BudgetError and adds
+        nothing."""
         with self._lock:
             total = self._tier_now[tier] + nbytes
             limit = self._limits.get(tier)
@@ -206,24 +207,24 @@ class Ledger:
             self._tier_now[tier] -= nbytes
 
     def correct(self, tier: str, kind: str, nbytes: int) -> None:
-        """Set the bytes of `kind` on `tier`, after a failed call with missing or extra charges."""
+        """Set the bytes of `kind` on `tier`, after a failed call has left the charges wrong."""
         with self._lock:
             self._tier_now[tier] += nbytes - self._now[tier, kind]
             self._now[tier, kind] = nbytes
 
     def peaks(self) -> dict[str, int]:
-        """Return tier -> its most bytes since the run began."""
+        """Return tier -> its peak bytes since the run began."""
         with self._lock:
             return dict(sorted(self._tier_peak.items()))
 
     def take_recent_peaks(self) -> dict[str, int]:
-        """Return tier -> its most bytes since the last call of this method."""
+        """Return tier -> its peak bytes since the last call of this method."""
         with self._lock:
             peaks, self._recent_peak = dict(self._recent_peak), defaultdict(int, self._tier_now)
             return peaks
 
     def by_kind(self) -> dict[str, dict[str, tuple[int, int]]]:
-        """Return tier -> kind -> (its bytes now, its most bytes so far)."""
+        """Return tier -> kind -> (its bytes now, its peak bytes so far)."""
         with self._lock:
             table: dict[str, dict[str, tuple[int, int]]] = {}
             for (tier, kind), nbytes in sorted(self._now.items()):
