@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,11 +21,7 @@ from tiered_zero.hardware.device.streams import CudaAccelerator, StreamAccelerat
 from tiered_zero.sizes import MIB
 from tiered_zero.system import BAD, GOOD, POOR
 
-NAMES = [
-    "device memory", "kernel", "copies", "overlap", "waits", "allocator", "pinned memory", "NUMA", "collectives",
-    "steps",
-]  # fmt: skip
-
+NAMES = ["device memory", "kernel", "copies", "overlap", "waits", "allocator", "pinned memory", "steps"]
 
 TIMED = ("copies", "overlap", "waits")
 
@@ -125,29 +120,3 @@ def test_a_kernel_that_the_device_does_not_have_ends_the_checks(device: LaggingD
     assert (
         "sm_90" in found["kernel"]["found"] and "sm_50 sm_60): CUDA error: no kernel image" in found["kernel"]["found"]
     )
-
-
-@on_device
-def test_a_collective_that_hangs_is_left_after_its_time(device: LaggingDevice) -> None:
-    accelerator = CudaAccelerator(torch.device("cuda"))
-    with pytest.MonkeyPatch.context() as patch, device.held():
-        patch.setattr(check, "COLLECTIVE_LIMIT_S", 0.1)
-        patch.setattr(torch.distributed, "all_reduce", lambda tensor: torch.accelerator.synchronize())
-        finding = check.check_collectives(accelerator)
-    assert finding.state == POOR and finding.found.endswith("no end within 0 s")
-    accelerator.close()
-
-
-@on_device
-def test_pinned_pages_on_another_node_are_found(device: LaggingDevice, tmp_path: Path) -> None:
-    accelerator = CudaAccelerator(torch.device("cuda"))
-    for node in range(2):
-        (tmp_path / f"devices/system/node/node{node}").mkdir(parents=True)
-    (tmp_path / "self").mkdir()
-    (tmp_path / "self/numa_maps").write_text("1000 default anon=40 N0=30 N1=10 kernelpagesize_kB=4\n")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(check, "COPY_NBYTES", MIB)
-        patch.setattr(check, "gpu_node", lambda device, system: 1)
-        finding = check.check_numa(accelerator, tmp_path, tmp_path)
-    assert finding.state == POOR and "25% of pinned pages" in finding.found and "--cpunodebind=1" in finding.fix
-    accelerator.close()

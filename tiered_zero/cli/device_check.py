@@ -30,8 +30,7 @@ def examine_device(pinned_nbytes: int) -> Iterator[Finding]:
             return
         checks: tuple[Callable[[Accelerator], Finding], ...] = (
             check.check_memory, check.check_kernel, check.check_copies, check.check_overlap, check.check_sleep,
-            check.check_allocator, partial(check.check_pinning, nbytes=pinned_nbytes), check.check_numa,
-            check.check_collectives, check_steps,
+            check.check_allocator, partial(check.check_pinning, nbytes=pinned_nbytes), check_steps,
         )  # fmt: skip
         for run in checks:
             try:

@@ -7,28 +7,23 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
 from tiered_zero.concurrency.transfer import Transfer
 from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.hardware.memory.host_memory import HostArena
-from tiered_zero.hardware.probe import PROC, SYSTEM, available_host_nbytes, gpu_node
-from tiered_zero.hardware.ranks.launcher import device_backend
+from tiered_zero.hardware.probe import available_host_nbytes
 from tiered_zero.sizes import MIB, format_nbytes
-from tiered_zero.system import BAD, GOOD, POOR, Finding, read_text
+from tiered_zero.system import BAD, GOOD, POOR, Finding
 from tiered_zero.telemetry.spans import Ledger
 
 COPY_NBYTES = 256 * MIB
@@ -39,7 +34,6 @@ SIDE = 4096
 BUSY_S = 0.1
 """Seconds for which the device computes while a thread waits for it."""
 
-COLLECTIVE_LIMIT_S = 10.0
 Launch = Callable[[], Transfer]
 _ALLOC_CONF = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -134,53 +128,6 @@ def check_pinning(accelerator: Accelerator, nbytes: int) -> Finding:
     found = f"{format_nbytes(pinned and nbytes)} of {format_nbytes(nbytes)} pinned in {seconds:.2f} s"
     fix = "" if pinned else "see the driver's log; raise the container's limits; under WSL its memory limit"
     return Finding("pinned memory", POOR if fix else GOOD, found, fix)
-
-
-def check_numa(accelerator: Accelerator, system: Path = SYSTEM, proc: Path = PROC) -> Finding:
-    """Check that pinned pages lie on the device's NUMA node."""
-    node, num_nodes = gpu_node(accelerator.device, system), len([*system.glob("devices/system/node/node[0-9]*")])
-    if node is None or num_nodes < 2:
-        return Finding("NUMA", GOOD, f"nodes: {num_nodes}; the device's: {'not said' if node is None else node}")
-    with _arena(accelerator, COPY_NBYTES) as arena:
-        memory = arena.take(COPY_NBYTES, "param")
-        memory.zero_()  # touch pages that are not pinned
-        pages = node_pages(memory.data_ptr(), proc)
-    near = pages.get(node, 0) / max(1, sum(pages.values()))
-    fix = "" if near > 0.9 else f"numactl --cpunodebind={node} --preferred={node}"
-    return Finding("NUMA", POOR if fix else GOOD, f"device on node {node}; {near:.0%} of pinned pages are there", fix)
-
-
-def node_pages(address: int, proc: Path = PROC) -> dict[int, int]:
-    """Count the pages of the memory mapping that contains `address`. Return NUMA node -> number of pages."""
-    maps = [line.split() for line in read_text(proc / "self/numa_maps").splitlines()]
-    below = [words for words in maps if int(words[0], 16) <= address]
-    words = max(below, key=lambda words: int(words[0], 16), default=[])
-    return {int(node): int(count) for node, count in re.findall(r"\bN(\d+)=(\d+)", " ".join(words))}
-
-
-def check_collectives(accelerator: Accelerator) -> Finding:
-    """Check that an all-reduce works in a process group that contains only this process."""
-    device, ended = accelerator.device, list[str]()
-
-    def reduce() -> None:
-        try:
-            torch.accelerator.set_device_index(device)
-            store = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(device_backend(device), store=store, rank=0, world_size=1)
-            ones = torch.ones(4, device=device)
-            dist.all_reduce(ones)
-            total = float(ones.sum())
-            ended.append("" if total == 4 else f"expected a sum of 4, found {total}")
-            dist.destroy_process_group()
-        except Exception as error:
-            ended.append(f"{type(error).__name__}: {error}".splitlines()[0])
-
-    thread = threading.Thread(target=reduce, daemon=True)  # a call that hangs cannot be ended
-    thread.start()
-    thread.join(COLLECTIVE_LIMIT_S)
-    if why := ended[0] if ended else f"no end within {COLLECTIVE_LIMIT_S:.0f} s":
-        return Finding("collectives", POOR, why, "start one process; NCCL_DEBUG=INFO says more")
-    return Finding("collectives", GOOD, "an all-reduce of one process ends")
 
 
 @contextmanager
