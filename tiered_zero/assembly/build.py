@@ -1,4 +1,5 @@
-"""Build an engine from a run's specification: open device and files, make what moves bytes, place the model."""
+"""Build an engine from a run's specification: open device and files, make the objects that move bytes, place the
+model."""
 
 from __future__ import annotations
 
@@ -156,7 +157,8 @@ def build(
 
 
 def _announce(run_spec: RunSpec, warnings: Sequence[str], collectives: Collectives) -> None:
-    """Log on rank 0 what a user should know before the run starts, one line each."""
+    """Log what a user should know before the run starts, most of it on rank 0 only. Also save the config that placement
+    "auto" chose."""
     if collectives.rank == 0:
         for line in (*run_spec.config.notices, *warnings, *save_choice(run_spec), *planning_notices(run_spec)):
             logger.warning("%s", line)
@@ -206,9 +208,9 @@ def _place_model(
     own_state: Mapping[Any, Any],
     resources: Teardown,
 ) -> None:
-    """Move every parameter to its home with its first value, and install the module hooks. `commits`: if the run adopts
-    a commit, parameters get their values from `commits`. `own_state`: the state that the user's optimizer already has.
-    If this raises, the model must be built anew."""
+    """Move every parameter with its first value to its home, and install the module hooks. `commits`: gives the values
+    if the run adopts a commit. `own_state`: state that the user's optimizer already has; copied to the tiers unless a
+    commit is adopted. If this raises, the model must be built anew."""
     runtime, view = step.runtime, step.policy.view
     materializer = Materializer(run_spec.model, source.weights, run_spec.specs)
     placer = UnitPlacer(
@@ -233,8 +235,8 @@ def _place_model(
 def _make_step(
     run_spec: RunSpec, machine: OpenMachine, handle: TieredOptimizer | None, resources: Teardown
 ) -> tuple[TrainStep, RunState]:
-    """Build the objects that move bytes, and the `TrainStep` that calls them. Return the `TrainStep`, and two objects
-    that saves and loads use: the run's state and its whole weights."""
+    """Build the objects that move bytes, and the `TrainStep` that calls them. Return the `TrainStep`, and the
+    `RunState` that saves and loads use."""
     config, plan = run_spec.config, run_spec.plan
     runtime, tiers, inventory = machine.runtime, machine.tiers, machine.inventory
     is_sharded, groups = plan.request.shards_state, run_spec.source.param_groups
@@ -370,8 +372,8 @@ def _paged_gradients(plan: Plan) -> dict[Unit, torch.dtype]:
 
 
 def _make_reduction(config: Config, request: PlanRequest, buckets: Sequence[Bucket], *, on_device: bool) -> Reduction:
-    """Make the settings for reducing gradients. As in DeepSpeed, gradients are divided by one number before the sum and
-    by another after the sum. `on_device`: whether all gradients rest on the device."""
+    """Return the settings with which ranks reduce gradients. As in DeepSpeed, gradients are divided by one number
+    before the sum and by another after the sum. `on_device`: whether all gradients rest on the device."""
     factor, first = config.gradient_predivide_factor, config.prescale_gradients
     if first is None:
         first = factor == 1.0

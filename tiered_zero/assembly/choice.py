@@ -1,8 +1,8 @@
-"""Choose the placement whose predicted step is shortest by the rates of this machine (`tiered_zero.placement: "auto"`).
+"""Choose the placement with the shortest predicted step (`tiered_zero.placement: "auto"`).
 
-The search sets only keys that the config leaves out and that do not change the results of training. It tries each pair
-of a tier for parameters and a tier for state. Then it moves bytes to faster tiers, first to the device, until these
-tiers are full.
+The search sets only keys that the config leaves out and that do not change the results of training. It tries pairs of a
+tier for parameters and a tier for state, and takes NVMe only if host memory is too small. For each pair it moves bytes
+to faster tiers, first to the device, until these tiers are full.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class Candidate:
 
     @property
     def places(self) -> str:
-        """Text with the bytes of parameters, state and gradients on each tier, and the update policy."""
+        """Text with the bytes of parameters, state and gradients on each tier, the tier of activations, and the update
+        policy."""
         words = []
         for what, kind in (("parameters", "param"), ("state", "state"), ("gradients", "gradient")):
             sizes = {tier: self.plan.nbytes(tier, kind) for tier in TIERS}
@@ -96,13 +97,13 @@ class Candidate:
 
 
 SAME_SHARE = 1.05
-"""Two predicted steps count as equal if the longer takes at most this many times as long as the shorter: predictions
-are not more exact than this."""
+"""A predicted step that takes at most this many times as long as the shortest counts as equal to it, because
+predictions are not more exact."""
 
 
 def _best_first(found: Sequence[Candidate]) -> list[Candidate]:
-    """Sort candidates by the predicted seconds of a step. Among steps that SAME_SHARE treats as equal to the shortest,
-    the default sub_group_size comes first, then the fewest bytes written to disks."""
+    """Sort candidates by the predicted seconds of a step. Among steps that count as equal to the shortest (SAME_SHARE),
+    put those without a new sub_group_size first, then those that write the fewest bytes to disks."""
     # a sub_group_size of 4 Mi elements, chosen for a predicted gain of 0.5%, took 1.17 times as long
     same_s = SAME_SHARE * min((each.step.seconds for each in found), default=0.0)
 
@@ -117,7 +118,7 @@ def _best_first(found: Sequence[Candidate]) -> list[Candidate]:
 class PlacementSearch:
     """Searches for the placement whose predicted step is shortest. `plan_of` plans a config; `predict` predicts a
     plan's step. `estimate` (activations of a micro-batch) and `disk_nbytes` (free bytes) are None if unknown. `errors`:
-    the errors for which `_plan` dropped settings."""
+    the errors of all settings that `_plan` rejected."""
 
     config: Config
     plan_of: Callable[[Config], Plan]
@@ -127,8 +128,9 @@ class PlacementSearch:
     errors: list[Exception] = field(default_factory=list)
 
     def run(self) -> list[Candidate]:
-        """Return the candidates that fit, best first. If none fits memory, raise the error of the last settings tried;
-        if none fits the disk, raise PlanError with the table of the plan that needs the fewest bytes on the disk."""
+        """Return the candidates that fit, best first. If activations fit in none, return those that lack the fewest
+        bytes. If no plan fits memory, raise the last PlanError, else the last error. If none fits the disk, raise
+        PlanError with the table of the plan that needs the fewest bytes there."""
         placements = [*self._placements()]
         plans = [each for each in placements if self._has_disk(each[1])]
         least = min((self._short_nbytes(plan) for _, plan in plans), default=0)
@@ -174,7 +176,7 @@ class PlacementSearch:
         return plan
 
     def _has_disk(self, plan: Plan) -> bool:
-        """Return whether the disk has room for the plan."""
+        """Return whether the disk has room for the plan; True if its free bytes are unknown."""
         return self.disk_nbytes is None or plan.nbytes("nvme") <= self.disk_nbytes
 
     def _candidate(self, settings: Settings, plan: Plan) -> Candidate:
@@ -182,8 +184,8 @@ class PlacementSearch:
         return Candidate(config=config, plan=plan, step=self.predict(plan), settings=settings)
 
     def _placements(self) -> Iterator[tuple[Settings, Plan]]:
-        """Yield (settings, plan) for each pair of a tier for parameters and a tier for state. The pair with the slowest
-        tiers comes last."""
+        """Yield (settings, plan) for pairs of a tier for parameters and a tier for state, the slowest pair last. Skip a
+        pair with NVMe if the same pair with host memory fits."""
         zero = self.config.zero_optimization
         path = self._path
         pages = "stage" not in zero.model_fields_set or zero.stage == 3
@@ -211,8 +213,8 @@ class PlacementSearch:
         return ("none", "cpu", "nvme") if self._path else ("none", "cpu")
 
     def _fill(self, settings: Settings, on_device: Sequence[str]) -> Iterator[tuple[Settings, Plan]]:
-        """Extend `settings` until faster tiers are full, and yield (settings, plan). `on_device`: the kinds ("param",
-        "state") that go to the device, in this order."""
+        """Extend `settings` until faster tiers are full, and yield (settings, plan). If `settings` do not fit, yield
+        nothing. `on_device`: the kinds ("param", "state") that go to the device, in this order."""
         plan = self._plan(settings)
         if plan is None:
             return
@@ -257,12 +259,12 @@ class PlacementSearch:
         return settings, plan
 
     def _short_nbytes(self, plan: Plan) -> int:
-        """Return by how many bytes the plan and the activations are too large for the tier where the run computes; 0 if
-        they fit."""
+        """Return the bytes that plan and activations lack on the tier where the run computes; 0 if they fit."""
         return max(0, -self._room_nbytes(plan, plan.request.computing_tier))
 
     def _room_nbytes(self, plan: Plan, tier: str) -> int:
-        """Return the free bytes of the tier after the plan and the activations; negative if they do not fit."""
+        """Return the bytes of the tier that plan and activations leave free; negative if they do not fit. Activations
+        count only where the run computes, and not against a limit that the config sets."""
         limit, source = plan.limits[tier]
         room = limit - plan.needed_nbytes(tier)
         if self.estimate is None or tier != plan.request.computing_tier or RESERVED not in source:
@@ -295,7 +297,7 @@ class Choice:
         ]
 
     def save(self, path: Path) -> None:
-        """Write the chosen config, mode 0600. Raises OSError."""
+        """Write the chosen config to `path`; a new file gets mode 0600. Raises OSError."""
         with open(path, "wb", opener=partial(os.open, mode=0o600)) as file:
             file.write(self.config_text.encode())
 
@@ -303,8 +305,9 @@ class Choice:
 def choose_placement(
     config: Config, model: nn.Module, plan_of: Callable[[Config], Plan], rates: Machine | None, world_size: int
 ) -> Choice:
-    """Plan the placements that fit, and sort them by predicted seconds of a step. Without `rates`, take those measured
-    on this machine. Raises ConfigError if none were measured, or with several ranks."""
+    """Return the placements that fit, sorted by predicted seconds of a step. Without `rates`, use those measured on
+    this machine. Raises ConfigError with several ranks or if a rate is missing, and what `PlacementSearch.run`
+    raises."""
     if world_size > 1:
         raise ConfigError(
             f"tiered_zero.placement: expected as_written with {world_size} ranks, whose collectives are not predicted; "
@@ -324,9 +327,9 @@ def choose_placement(
 def make_predictor(
     config: Config, model: nn.Module, rates: Machine | None = None, *, finds_hidden: bool = False
 ) -> Callable[[Plan], StepSeconds]:
-    """Return a function that predicts the step of a plan, for the model and batch of `config`. Without `rates`, take
+    """Return a function that predicts a step of a plan, for `model` and the batch of `config`. Without `rates`, use
     those measured on this machine. `finds_hidden`: whether the function also searches how many tokens a step needs so
-    that transfers take no longer than compute. Raises ConfigError."""
+    that transfers take no longer than compute. Raises ConfigError, as the function does, if a rate is missing."""
     machine, length = rates or _rates_here(_paths(config)), _length(config, model)
     estimate, tokens = estimate_of(model, config, length), length * config.train_micro_batch_size_per_gpu
     dtype = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[config.param_dtype_name]
@@ -371,7 +374,8 @@ def predicted_seconds(config: Config, model: nn.Module, plan: Plan) -> dict[str,
 
 
 def _length(config: Config, model: nn.Module) -> int:
-    """Return the tokens of a sample: the config's number, else the model's, at most MOST_ASSUMED_TOKENS."""
+    """Return the tokens of a sample: the config's number, else the most that the model takes, up to
+    MOST_ASSUMED_TOKENS."""
     most = _most_tokens(model) or MOST_ASSUMED_TOKENS
     return config.tiered_zero.sequence_length or min(most, MOST_ASSUMED_TOKENS)
 
@@ -383,8 +387,8 @@ def _paths(config: Config) -> tuple[str, ...]:
 
 
 def _free_nbytes(paths: Sequence[str], rates: Machine | None) -> int | None:
-    """Return the bytes free for swap files; None if unknown. If `rates` lists disks, return the sum of their sizes.
-    Else return the least free bytes of any disk that holds one of `paths`."""
+    """Return the bytes free for swap files; None if unknown. If `rates` lists disks, return the sum of their free
+    bytes. Else return the free bytes on the disk of `paths` with the least room."""
     if rates is not None and rates.disks:
         sizes = [disk.nbytes for disk in rates.disks]
         return None if None in sizes else sum(filter(None, sizes))
@@ -392,8 +396,8 @@ def _free_nbytes(paths: Sequence[str], rates: Machine | None) -> int | None:
 
 
 def save_choice(run_spec: RunSpec) -> list[str]:
-    """Write the chosen config to the folder of the run's report. If the run writes no report, write the config to
-    nvme_path. Return lines for the log."""
+    """Write the chosen config to the folder of the run's report, or without a report to the first swap directory.
+    Return lines for the log."""
     choice, report = run_spec.choice, run_spec.config.tiered_zero.report
     if choice is None:
         return []
@@ -427,7 +431,7 @@ def _disk_of(path: str, disks: Sequence[Disk]) -> Disk | None:
 
 def estimate_of(model: nn.Module, config: Config, length: int | None = None) -> ActivationEstimate | None:
     """Estimate the activations of a micro-batch. `length`: tokens of a sample; None: the most that the model takes.
-    Return None if `model.config` lacks the sizes that Hugging Face models name."""
+    Return None if `model.config` does not have the sizes under the names that Hugging Face uses."""
     sizes = _sizes_of(model)
     hidden, layers = _size(sizes, "hidden", "hidden_size", "n_embd"), _size(sizes, "layers", "num_hidden_layers")
     length = length or _most_tokens(model)
@@ -465,7 +469,8 @@ def _sizes_of(model: nn.Module) -> Any:
 
 
 def _size(sizes: Any, *names: str) -> int:
-    """Return the first integer that `sizes`, the model's config, has under one of `names`; 0 if there is none."""
+    """Return the value of the first of `names` that is an integer in `sizes`, the model's config; 0 if there is
+    none."""
     return next((value for name in names if isinstance(value := getattr(sizes, name, None), int)), 0)
 
 

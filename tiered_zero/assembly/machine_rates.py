@@ -23,8 +23,8 @@ gradient, and writes a 16-bit weight."""
 
 
 def measure_machine(disk: Disk) -> Machine:
-    """Measure the rates of processors, memory and the link to the device, in less than 10 s. `disk`: a disk already
-    measured, which the result lists. Call it on the main thread."""
+    """Measure the rates of processors, memory and the link to the device, in less than 10 s. `disk`: a measured disk,
+    to be listed in the result. Call it on the main thread."""
     from tiered_zero.hardware import check
     from tiered_zero.hardware.probe import available_device_nbytes, available_host_nbytes
     from tiered_zero.hardware.runtime import build_accelerator
@@ -77,7 +77,8 @@ def _update_rate(shares_cores: bool) -> float:
 
 
 def save_measured(machine: Machine) -> None:
-    """Write `machine` to the file with this machine's rates. Disks of other directories stay in the file."""
+    """Write `machine` to the file with this machine's rates. Disks in the file that `machine` does not list stay
+    there."""
     before, paths = on_record()[0], [disk.path for disk in machine.disks]
     kept = [disk for disk in (before.disks if before else ()) if disk.path not in paths]
     replace(machine, disks=(*kept, *machine.disks)).save(default_path())
@@ -89,7 +90,8 @@ def save_disk(disk: Disk) -> None:
 
 
 def load_measured() -> Machine:
-    """Load the rates that were measured on this machine. Raises ConfigError if there are none."""
+    """Load the rates that were measured on this machine. Raises ConfigError if there are none for this host name and
+    number of cores."""
     path = default_path()
     if not path.exists():
         raise ConfigError(f"The rates of this machine are not known; {TO_MEASURE}.")
@@ -114,9 +116,9 @@ def on_record() -> tuple[Machine | None, str]:
 def machine_to_plan(
     path: Path | None, device_nbytes: int | None, host_nbytes: int | None, disks: Sequence[Disk]
 ) -> tuple[Machine, str]:
-    """Return the machine to plan for, and a line that names it. `path`: a file that describes the machine; None: plan
-    for this machine. `device_nbytes`, `host_nbytes`, `disks`: used instead of the machine's own memory sizes and disks.
-    Raises ConfigError."""
+    """Return the machine to plan for, and a line that says where its rates come from or why they are unknown. `path`: a
+    file that describes the machine; None: plan for this machine. `device_nbytes`, `host_nbytes`, `disks`: used instead
+    of the machine's own memory sizes and disks. Raises ConfigError."""
     base, line = on_record()
     if path is not None:
         base = load_machine(path)
@@ -125,7 +127,7 @@ def machine_to_plan(
 
 
 def rate_lines(machine: Machine) -> Iterator[str]:
-    """Yield the measured rates in words, one line for each kind of work."""
+    """Yield lines of text with the measured rates: of compute, memory, the link to the device, and each disk."""
     products = (f"{name} {rate / 1e12:.3g} TFLOPS" for name, rate in machine.flops_per_s.items())
     yield f"products of matrices: {', '.join(products)}"
     for kind, rates in (("elements of blocks", machine.block_elements_per_s), ("logits", machine.logits_per_s)):

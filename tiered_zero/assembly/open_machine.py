@@ -1,4 +1,4 @@
-"""Open what a run works on: swap directories, device, tiers with their staging buffers, and the slots of all bytes."""
+"""Open the swap directories, the device and the tiers of a run, and reserve the slots of its parameters and state."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SHUTDOWN = (
     "rule",
     "ranks",  # wait for the other ranks, seconds at most
 )
-"""The order in which the parts of a run are closed, also after a start that fails."""
+"""The order in which the parts of a run are closed, also after a failed start."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,7 +64,8 @@ class Source:
 
     @property
     def directories(self) -> Mapping[tuple[str, ...], AdoptedStore]:
-        """The adopted swap files: the swap paths of the config -> the committed state to open there."""
+        """Swap paths of the config -> the adopted commit's state, which the run opens there; empty without an
+        adoption."""
         return {} if self.adoption is None else self.adoption.directories
 
 
@@ -79,8 +80,8 @@ class OpenMachine:
 
 
 def find_source(run_spec: RunSpec, collectives: Collectives) -> Source:
-    """Find where a run gets its first values. Check that the swap directories can be used, and that the weight files
-    fit the model. Collective: every rank calls this."""
+    """Find where a run gets its first values. Make and check the swap directories, and check that the weight files fit
+    the model. Every rank calls this."""
     config, keys = run_spec.config, nvme_paths(run_spec.config)
     warnings = check_directories(keys)
     resume = config.tiered_zero.checkpoint.resume
@@ -94,7 +95,8 @@ def find_source(run_spec: RunSpec, collectives: Collectives) -> Source:
 
 
 def _find(resume: str, warnings: list[str]) -> FoundCheckpoint | None:
-    """Find the checkpoint to resume; None, with a warning, if `resume` has no complete save yet. Raises StoreError."""
+    """Find the checkpoint to resume. If `resume` is empty or its first save was not completed, add to `warnings` and
+    return None. Raises StoreError."""
     if why := nothing_to_load(resume, resumes=True):
         warnings.append(f"no checkpoint in {resume} is resumed: {why}. The run begins at step 0")
         return None
@@ -102,17 +104,17 @@ def _find(resume: str, warnings: list[str]) -> FoundCheckpoint | None:
 
 
 def check_directories(keys: Mapping[tuple[str, ...], str]) -> list[str]:
-    """Make the swap directories that are missing, and return warnings about any of them. `keys`: the directories of one
-    store -> the config key that names them. Raises ConfigError and StoreError."""
+    """Make the swap directories of each store that has none yet. Return warnings about their file systems. `keys`: the
+    directories of one store -> the config key that names them. Raises ConfigError if a directory cannot be used."""
     make_missing(keys)
     by_path = {path: key for paths, key in keys.items() for path in paths}
     return [line for path, key in sorted(by_path.items()) for line in preflight_directory(path, key)]
 
 
 def clear_directories(keys: Mapping[tuple[str, ...], str], adopted: Container[Path] = ()) -> list[str]:
-    """If the launcher has restarted its processes, remove the swap directories that its earlier processes left, except
-    committed state. Return a line for each swap path that still holds files of ended runs, other than the directories
-    in `adopted`. `keys`: the swap paths of one store -> the config key that names them."""
+    """Remove the run directories that earlier processes of a restarted launch left without a commit. Return a line for
+    each swap path that still holds files of ended runs; those in `adopted` do not count. `keys`: the swap paths of one
+    store -> the config key that names them."""
     paths = [path for group in keys for path in group]
     if num_restarts() and local_rank() == 0:
         clear_restarted(paths, launch_name())
@@ -122,7 +124,8 @@ def clear_directories(keys: Mapping[tuple[str, ...], str], adopted: Container[Pa
 def open_runtime(
     plan: Plan, rule: UpdateRule, accelerator: Accelerator, collectives: Collectives, resources: Teardown
 ) -> Runtime:
-    """Connect device and ranks, and return the run's runtime. `resources`: closes device, rule and ranks."""
+    """Connect the ranks to the device, and return the run's runtime. `resources`: gets the functions that close device,
+    rule and ranks."""
     resources.add("lanes", accelerator.close)
     resources.add("ranks", collectives.close)
     collectives.connect_device(accelerator)
@@ -142,9 +145,9 @@ def open_machine(
     model_name: str,
     adopted: Mapping[tuple[str, ...], AdoptedStore] = MappingProxyType({}),
 ) -> OpenMachine:
-    """Allocate the host memory and files of the plan, and reserve its slots, which name `layouts` by index.
-    `resources`: gets the functions that free them. `model_name`: is written to the owner file. `adopted`: swap paths ->
-    the committed state to resume."""
+    """Allocate the host memory and files of the plan, and reserve its slots. A slot of state has the index of its
+    layout in `layouts`. `resources`: gets the functions that free them. `model_name`: is written to the owner file.
+    `adopted`: swap paths -> the committed state to resume."""
     tiers = TierRack(config, plan, runtime, resources, model_name=model_name, adopted=adopted)
     inventory = Inventory()
     copy_homes: dict[int, Home] = {}
@@ -165,7 +168,7 @@ def open_machine(
 
 
 def nvme_paths(config: Config) -> dict[tuple[str, ...], str]:
-    """Return swap paths -> the config key that names them, for activations, state and parameters on NVMe."""
+    """Map the swap paths of activations, state and parameters on NVMe to the config key that names them."""
     zero = config.zero_optimization
     sections = {
         "tiered_zero.activations": config.tiered_zero.activations,

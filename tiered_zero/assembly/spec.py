@@ -45,8 +45,8 @@ from tiered_zero.unit.model import check_memory, list_params, module_tree, packe
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedMachine:
-    """The machine to plan for. `device_nbytes`, `host_nbytes`: the machine's memory, which replaces the config's limit;
-    None: the free memory of this machine, but at most the config's limit. `ranks`: the number of processes that share
+    """The machine to plan for. `device_nbytes`, `host_nbytes`: the machine's free memory, used instead of the config's
+    limit; None: take the config's limit or the free memory of this machine. `ranks`: the number of processes that share
     the machine. `sources`: the origins of `device_nbytes` and `host_nbytes`, as messages name them."""
 
     device_nbytes: int | None = None
@@ -61,7 +61,7 @@ class RunSpec:
 
     config: Config
     effective_config: Config
-    """`config`, with the tiers on which parameters and optimizer state really rest in this run."""
+    """`config`, with the offload devices that this run uses: if the CPU computes, "cpu" may become "none"."""
     model: nn.Module
     specs: dict[nn.Parameter, ParamSpec]
     units: list[Unit]
@@ -72,7 +72,7 @@ class RunSpec:
     subgroups: list[SubGroup]
     plan: Plan
     sub_group_numel: int
-    """The size, in elements, at which sub-groups are cut."""
+    """The most elements of a sub-group. If the rule steps whole parameters, a larger unit is one sub-group."""
     choice: Choice | None = None
     """The placements that `tiered_zero.placement: "auto"` has compared; None without it."""
 
@@ -136,8 +136,8 @@ def specify_run(
 
 
 NUM_CUTS_KEPT = 4
-"""How many cuts of a model into sub-groups the cache keeps. One cut of 70 billion parameters takes a second and 100
-MB."""
+"""The number of cuts (of a model into sub-groups) that the cache keeps. For 70 billion parameters, a cut takes a second
+and 100 MB."""
 
 
 class _Cut:
@@ -158,8 +158,8 @@ class _Cut:
     def _cut(
         self, rules: UnitRules, rule: UpdateRule, state_format: str, apart: bool, rank: int | None, numel: int
     ) -> tuple[list[SubGroup], list[SubGroupSize]]:
-        """Return the sub-groups, of at most `numel` elements, and the sizes of their slots. `apart`: whether embeddings
-        get sub-groups of their own. `rank`: the rank whose shards are cut; None: whole units are cut."""
+        """Return the sub-groups, and the sizes of their slots. `numel`: see `RunSpec.sub_group_numel`. `apart`: whether
+        embeddings get sub-groups of their own. `rank`: cut this rank's shards; None: cut whole units."""
         subgroups = cut_subgroups(
             self.find_units(rules), self.group_of, numel, elementwise=rule.elementwise, apart=apart, rank=rank
         )
@@ -175,9 +175,8 @@ class _Cut:
 
 
 def _specify(config: Config, *, cut: _Cut, machine: PlannedMachine, ranks: Collectives) -> RunSpec:
-    """Specify a run under `config`. While the plan does not fit host memory, halve the size of sub-groups. Stop when a
-    smaller size would make too many sub-groups, or if no sub-group uses a staging buffer. The caller must have checked
-    parameters and optimizer."""
+    """Specify a run under `config`. While the plan does not fit host memory, halve the size of sub-groups, unless this
+    makes too many of them or none uses a staging buffer. The caller must have checked parameters and optimizer."""
     effective, request = _request(config, cut.model, machine, ranks)
     rule = cut.make_rule(request.state_format, request.world_size, request.shards_params, request.shares_cores)
     if machine.device_nbytes is not None or find_device(config.tiered_zero.device).type != "cpu":
@@ -254,8 +253,9 @@ def _request(
 def _make_rule(
     source: Optimizer, state_format: str, world_size: int, steps_parts: bool, shares_cores: bool
 ) -> UpdateRule:
-    """Make the update rule of the optimizer `source`. `steps_parts`: whether each rank steps only parts of parameters;
-    raises ModelError if the rule cannot. `shares_cores`: whether forward and backward run on the CPU, too."""
+    """Make the update rule of the optimizer `source`. `steps_parts`: whether each rank steps only parts of parameters.
+    `shares_cores`: whether forward and backward run on the CPU, too. Raises ModelError if the rule cannot step parts,
+    and ConfigError if it cannot use `state_format`."""
     threads = num_kernel_threads(shares_cores=shares_cores)
     rule = make_rule(source, state_format, steps_parts=steps_parts, num_threads=threads)
     if steps_parts and not rule.elementwise:
@@ -358,7 +358,8 @@ def _text(value: Any) -> str:
 
 
 def _with_common_window(plan: Plan, ranks: Collectives) -> Plan:
-    """Return the plan with the same room for paged parameters on all ranks: that of the rank with the least room."""
+    """Return the plan with the same room for paged parameters on all ranks: the least that any rank has. If ranks do
+    not shard parameters, return `plan`."""
     if not plan.request.shards_params:
         return plan
     own = plan.pager_limits  # the order of gathers depends on it, and must be equal on all ranks
@@ -414,7 +415,8 @@ def compute_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
 
 
 def _limits(config: Config, model: nn.Module, machine: PlannedMachine, ranks: Collectives) -> Limits:
-    """Return the bytes that this rank may use on each tier: the config's limits, or the free bytes less a reserve."""
+    """Return the bytes that this rank may use on each tier: the config's limit if it is set and free, else the free
+    bytes less an eighth."""
     settings = config.tiered_zero
     nbytes, source, given_nbytes = machine.device_nbytes, machine.sources[0], None
     if nbytes is None:

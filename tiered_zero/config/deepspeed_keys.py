@@ -59,11 +59,11 @@ OTHER_WORDS: Mapping[str, str] = {
 """Common wrong name of a key -> its right name, for suggestions in errors."""
 
 OPTIMIZERS: Mapping[str, str] = {"adam": "Adam", "adamw": "AdamW", "adagrad": "Adagrad", "lion": "Lion", "sgd": "SGD"}
-"""Optimizer type in lower case -> its spelling here. Other types must be spelled like their class in torch.optim."""
+"""Optimizer type in lower case -> its spelling in messages. Other types are classes of torch.optim."""
 
 
 def runs_as_adamw(name: str, adam_w_mode: bool) -> bool:
-    """Return whether the optimizer `name`, "adam" or "adamw", runs as AdamW, by DeepSpeed's rule."""
+    """Return whether the optimizer `name` ("adam" or "adamw") runs as AdamW, as in DeepSpeed."""
     return name == "adamw" or adam_w_mode
 
 
@@ -104,13 +104,13 @@ def _no_effect(section: str, why: str, *, quiet: bool = False, **defaults: Any) 
 
 
 def _satisfied(section: str, why: str, **defaults: Any) -> list[Key]:
-    """Return keys without effect, because this package always does what they ask for. `section`: their path, with a dot
-    at its end. `defaults`: name -> DeepSpeed's value."""
+    """Return keys without effect and without a notice, because this package already does what they ask for. `section`:
+    their path, with a dot at its end. `defaults`: name -> DeepSpeed's value."""
     return _no_effect(section, why, quiet=True, **defaults)
 
 
 def _refused(path: str, why: str, *allowed: Any) -> Key:
-    """Return a refused key. `allowed`: all accepted values; by default only false."""
+    """Return a refused key. `allowed`: the values accepted besides null and "auto"; default: false."""
     return Key(path=path, fate=Fate.REFUSED, why=why, allowed=allowed or (False,))
 
 
@@ -121,7 +121,7 @@ def _refused_sections(why: str, *names: str, on: bool = False) -> list[Key]:
 
 
 def _bare(*names: str) -> list[Key]:
-    """For each name, return a key that reads zero_optimization.NAME as zero_optimization.stage3_NAME."""
+    """Return a renamed key for each name: zero_optimization.NAME is read as zero_optimization.stage3_NAME."""
     prefix = "zero_optimization."
     return [
         Key(path=prefix + n, fate=Fate.RENAMED, why="bare name", to=f"{prefix}stage3_{n}", quiet=True) for n in names
@@ -298,8 +298,8 @@ def asks_for_something(key: Key, value: Any) -> bool:
 
 
 def _switched_on(section: Mapping[str, Any]) -> bool:
-    """Return whether a section is on. Its key `enabled` decides; without this key the section is on if any value is
-    neither false, "auto" nor empty."""
+    """Return whether a section is on. Its key `enabled` decides. Without this key, the section is on if any value is
+    not false, null, "auto", zero or empty."""
     off = (False, None, "auto", "false")
     if "enabled" in section:
         return section["enabled"] not in off and bool(section["enabled"])
@@ -358,8 +358,8 @@ def reports(config: BaseModel, reading: Reading) -> list[KeyReport]:
 
 
 def notices(reading: Reading, keys: Mapping[str, Key]) -> tuple[str, ...]:
-    """Return the lines to log once at start: one for renamed keys, one for each kind of "auto", one for keys without
-    effect, then `reading.notices`."""
+    """Return the lines to log once at start: one for renamed keys, one for "auto" that got a value, one for "auto" that
+    a trainer fills, one for keys without effect, then `reading.notices`."""
     renamed = [f"{old} -> {new}" for new, old in reading.renamed.items() if not keys[old].quiet]
     resolved = [f"{path} = {value}" for path, value in reading.auto.items() if path not in reading.unfilled]
     idle = [key.path for key, value in reading.idle if not key.quiet and asks_for_something(key, value)]
@@ -393,7 +393,7 @@ def _honoured_values(node: BaseModel, reading: Reading, prefix: str) -> Iterator
 
 
 def _report(key: Key, value: Any, given: bool, reading: Reading) -> KeyReport:
-    """Report a key. `given`: whether the file has it."""
+    """Return the report on a key. `given`: whether the file has the key."""
     path, effect = key.path, key.why
     is_auto = path in reading.auto
     written_as = reading.written_as(path) if given or is_auto else ""

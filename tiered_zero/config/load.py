@@ -47,8 +47,8 @@ def load(
 ) -> Config:
     """Read and validate a config, and return it. Raises ConfigError. `config`: a dict, or the path of a JSON file;
     None: the file `args.deepspeed_config`. `world_size`: the number of ranks, from which missing batch sizes are
-    computed. `to_train`: if true, refuse each "auto" that nothing fills in. If false, keep each such "auto" for a
-    trainer (such as Transformers') to fill in, and take a missing micro-batch size as 1."""
+    computed. `to_train`: if true, refuse each "auto" that nothing fills in. If false, leave each such "auto" to a
+    trainer (such as Transformers'); a micro-batch size that "auto" leaves open becomes 1."""
     named = getattr(args, "deepspeed_config", None)
     if (config is None) == (named is None):
         found = "neither" if config is None else f"both ({named} in args)"
@@ -78,13 +78,13 @@ def load(
 
 
 def _idle_key(path: str, why: str, *, quiet: bool = False) -> Key:
-    """Return a key without effect. The table of keys is not consulted. `quiet`: log no notice."""
+    """Return a key without effect for `path`, which need not be a known key. `quiet`: log no notice."""
     return Key(path=path, fate=Fate.NO_EFFECT, why=why, quiet=quiet)
 
 
 def _plain(node: Any, path: str, reading: Reading) -> Any:
-    """Copy the dicts and lists of a config without comments, which are the keys that begin with "_". `path`: the keys
-    that lead to `node`, each followed by a dot. Raises ConfigError for a key that is no string."""
+    """Copy a config without its comments (keys that begin with "_"). `path`: the keys that lead to `node`, each
+    followed by a dot. Raises ConfigError for a key that is no string."""
     if isinstance(node, Mapping):
         for name in node:
             if not isinstance(name, str):
@@ -198,7 +198,7 @@ def _drop_offload_param(values: dict[str, Any], reading: Reading) -> None:
 
 def _take_idle(key: Key, value: Any, reading: Reading, off: bool = False) -> None:
     """Record in `reading` a key that is refused or without effect. Raises ConfigError if the key is refused and `value`
-    would do something in DeepSpeed. `off`: whether the key's section is switched off; then nothing is refused."""
+    would do something in DeepSpeed. `off`: whether the key's section is switched off; then the key is not refused."""
     if key.fate is Fate.REFUSED and not off and asks_for_something(key, value):
         taken = "it to be off" if False in key.allowed else " or ".join(map(json.dumps, key.allowed))
         raise ConfigError(f"{key.path}: expected {taken} or left out; found {shown(value)}. It is refused: {key.why}.")
@@ -206,8 +206,8 @@ def _take_idle(key: Key, value: Any, reading: Reading, off: bool = False) -> Non
 
 
 def _sort_params(path: str, params: Any, reading: Reading) -> dict[str, Any]:
-    """Return the arguments of the optimizer or schedule, with numeric strings as numbers and without those that are
-    "auto"."""
+    """Return the arguments of the optimizer or schedule. Convert numeric strings to numbers, and leave out arguments
+    that are "auto". Raises ConfigError."""
     if not isinstance(params, dict | None):
         raise ConfigError(f"{path}: expected an object; found {shown(params)}. Write the arguments inside {{}}.")
     values = {}
@@ -226,7 +226,8 @@ def _sort_params(path: str, params: Any, reading: Reading) -> dict[str, Any]:
 
 
 def _nearest(path: str) -> str:
-    """Suggest the valid key nearest to an unknown one: a sibling, the same name elsewhere, or a similar one."""
+    """Return advice on an unknown key: a valid key with a similar name, or the same name in another section, or "Remove
+    it"."""
     section, _, name = path.rpartition(".")
     name = OTHER_WORDS.get(name, name)
     names = [*_KEYS, *_SECTIONS, *_ARGUMENTS]
@@ -246,9 +247,9 @@ def _nearest(path: str) -> str:
 
 
 def _batch(values: dict[str, Any], world_size: int, reading: Reading, to_train: bool) -> dict[str, int]:
-    """Return all three batch sizes; missing ones follow from train = micro * accumulation * ranks. `to_train`: if
-    false, and "auto" leaves both train and micro open, micro becomes 1. Raises ConfigError if too few are given, or if
-    they contradict each other."""
+    """Return all three batch sizes. Compute missing ones from train = micro * accumulation * ranks. `to_train`: if
+    false, micro becomes 1 if neither train nor micro is given and at least one is "auto". Raises ConfigError if too few
+    are given, or if they contradict each other."""
     given: dict[str, int | None] = {}
     for name in _BATCH:
         try:

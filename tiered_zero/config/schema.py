@@ -1,5 +1,5 @@
 """Define the typed config: one frozen section per JSON object, with DeepSpeed's names and defaults, and the rules
-between keys. `tiered-zero explain` and docs/config.md print the descriptions."""
+between keys. `tiered-zero explain` and docs/config.md show the descriptions of the keys."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class _PlacedSection(OffloadSection):
 
 
 class OffloadParamSection(_PlacedSection):
-    """Where the compute parameters rest between uses, and the buffers through which they move."""
+    """Where the model's parameters rest between uses, and the buffers through which they move."""
 
     buffer_count: Whole = Field(5, ge=1, description="staging buffers for parameters on their way from nvme")
     buffer_size: Elements = Field(
@@ -162,7 +162,7 @@ class ZeroSection(Section):
 
 
 class Fp16Section(SwitchedSection):
-    """Half precision with loss scaling."""
+    """float16 with loss scaling."""
 
     enabled: bool = Field(False, description="compute in float16, with fp32 master weights")
     auto_cast: bool = Field(
@@ -200,7 +200,8 @@ class AioSection(Section):
 
 
 class TagSection(Section):
-    """DeepSpeed's section `checkpoint`: how ranks compare tags. `tiered_zero.checkpoint` sets how a run is saved."""
+    """DeepSpeed's section `checkpoint`: what to do if ranks save under different tags. `tiered_zero.checkpoint` sets
+    how a run is saved."""
 
     tag_validation: Annotated[Literal["Warn", "Fail", "Ignore"], BeforeValidator(_capitalized)] = Field(
         "Warn",
@@ -293,7 +294,7 @@ class WarmupCosineLR(_Warmup):
 SCHEDULES: Mapping[str, type[Schedule]] = {
     kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
-"""DeepSpeed's own schedules; any other type is a class of torch.optim.lr_scheduler."""
+"""Name of a DeepSpeed schedule -> the class of its arguments. Other types are classes of torch.optim.lr_scheduler."""
 
 
 _Switch = Annotated[bool, BeforeValidator(switch)]
@@ -301,7 +302,7 @@ _WHAT = "loss, lr, loss scale, gradient norm, seconds and bytes by tier of each 
 
 
 class CsvSection(SwitchedSection):
-    """Csv files of the numbers of each step, one file for each number."""
+    """Csv files with the numbers of each step: one file for the loss, one for the learning rate, and so on."""
 
     enabled: _Switch = Field(False, description=f"whether {_WHAT} are written to csv files, by rank 0")
     output_path: PathText = Field("", description="directory in which the directory `job_name` is made")
@@ -309,7 +310,7 @@ class CsvSection(SwitchedSection):
 
 
 class TensorboardSection(CsvSection):
-    """Scalars for TensorBoard."""
+    """Files with the numbers of each step for TensorBoard."""
 
     enabled: _Switch = Field(
         False, description=f"whether {_WHAT} are written for TensorBoard, by rank 0, where the package tensorboard is"
@@ -317,7 +318,7 @@ class TensorboardSection(CsvSection):
 
 
 class WandbSection(SwitchedSection):
-    """A run at Weights & Biases."""
+    """The run at Weights & Biases that gets the numbers of each step."""
 
     enabled: _Switch = Field(
         False, description=f"whether {_WHAT} are logged to wandb, by rank 0, where the package wandb is"
@@ -390,7 +391,7 @@ class CheckpointSection(Section):
 
 
 class RuntimeSection(Section):
-    """Settings of this project; DeepSpeed ignores the section."""
+    """The section `tiered_zero`: this project's own settings. DeepSpeed ignores it."""
 
     device: Annotated[str, AfterValidator(_compute_device)] = Field(
         "auto",
@@ -552,8 +553,8 @@ class Config(Section):
         return self
 
     def filled_in(self, settings: Mapping[str, Any]) -> Config:
-        """Return a copy with placement "as_written", in which `settings` (path -> value) give values to the keys that
-        the file leaves out. Raises ValidationError if `settings` contradict a key of the file."""
+        """Return a copy with placement "as_written". Keys that the file leaves out get their values from `settings`
+        (path -> value). Raises ValidationError if `settings` contradict a key of the file."""
         values = self.model_dump(by_alias=True, exclude_unset=True)
         for path, value in settings.items():
             *sections, name = path.split(".")

@@ -96,7 +96,7 @@ def _int(digits: str) -> int:
 
 
 def _elements(value: Any, info: ValidationInfo) -> int:
-    """Convert a count of elements as `whole` does, but round a fraction down, with a notice: trainers compute
+    """Convert a count of elements as `whole` does, but round a fraction down, with a notice, because trainers compute
     fractions."""
     exact = number(value)
     if exact.is_integer():
@@ -137,8 +137,8 @@ Nbytes = Annotated[int | None, BeforeValidator(_nbytes), WithJsonSchema({"type":
 
 
 class Section(BaseModel):
-    """A frozen section of the config, which refuses unknown keys. `model_fields_set` names the keys of the file. A
-    section can be read like a dict: `config["zero_optimization"].get("stage")`."""
+    """A frozen section of the config, which refuses unknown keys. `model_fields_set`: the names of the fields that the
+    file sets. A section can be read like a dict: `config["zero_optimization"].get("stage")`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=False)
 
@@ -161,8 +161,8 @@ class Section(BaseModel):
 
 
 class SwitchedSection(Section):
-    """A section with a first field that switches the section on. If this field is off (false or "none"), defaults
-    replace invalid values of the other fields."""
+    """A section whose first field switches it on. If this field is off (false or "none"), defaults replace invalid
+    values of the other fields."""
 
     @field_validator("*", mode="wrap")
     @classmethod
