@@ -153,11 +153,11 @@ class ParamCopies:
         self._units, self._cache = units, cache
         self._by_param: dict[nn.Parameter, torch.Tensor] = {}
         self._last: list[tuple[Unit, int, torch.Tensor]] = []
-        """Flats kept for later copies, as (unit, its version, its flat): first those of modules that contain the module
-        read last, then that of the module itself. Cleared when a module begins to run."""
+        """Flats kept for later copies: (unit, its version, flat). They belong to the module read last and to modules
+        that contain it. Cleared when a state_dict ends or a module begins to run."""
         self._depth = 0
         self.call: FrameType | None = None
-        """The Python frame of torch's call that takes a state_dict."""
+        """The Python frame of the outermost `nn.Module.state_dict` call; None if there is none."""
 
     @property
     def is_open(self) -> bool:
@@ -165,8 +165,8 @@ class ParamCopies:
         return self._depth > 0
 
     def start(self, before_weights_read: Callable[[], None], params: Iterable[nn.Parameter]) -> None:
-        """Begin the state_dict of a module. Unless it is nested in another one, call `before_weights_read`, and raise
-        BudgetError if sharded `params` do not fit into host memory as whole copies."""
+        """Begin the state_dict of a module. If it is the outermost, call `before_weights_read`, and raise BudgetError
+        if whole copies of sharded `params` do not fit into host memory."""
         if self.was_broken_off():
             self._driver.was_broken_off = True
             self.end()
@@ -181,11 +181,11 @@ class ParamCopies:
         self._depth += 1
 
     def was_broken_off(self) -> bool:
-        """Return whether an interrupt has ended a state_dict."""
+        """Return whether an exception has ended a state_dict without a call of `end`."""
         return self.call is not None and not is_running(self.call)
 
     def _check_room(self, params: Iterable[nn.Parameter]) -> None:
-        """Raise BudgetError, on all ranks, if whole copies of sharded `params` do not fit into the memory of a host."""
+        """Raise BudgetError on all ranks, if a host lacks free memory for whole copies of sharded `params`."""
         places = [
             (paged, paged.unit.entries[paged.params[p]]) for p in params if (paged := self._units.by_param.get(p))
         ]
@@ -208,7 +208,7 @@ class ParamCopies:
             self._depth -= 1
 
     def end(self) -> None:
-        """End a state_dict, also one that an interrupt has ended halfway, and drop its copies."""
+        """End a state_dict, and drop its copies. Called also for one that an exception has ended halfway."""
         if self._depth:
             self._driver.leave()
         self._depth = 0
@@ -232,7 +232,8 @@ class ParamCopies:
         return value
 
     def _read(self, paged: PagedUnit) -> torch.Tensor:
-        """Return the flat of an offloaded unit, from an earlier read if the values have not changed since."""
+        """Return the values at the unit's home, [P] on the CPU. Reuse an earlier read if the values have not changed
+        since."""
         if self._cache.is_closed:
             self._cache.refuse_closed(paged)
         for unit, version, flat in self._last:

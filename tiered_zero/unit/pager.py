@@ -1,4 +1,4 @@
-"""Track the units in use and their users: forward, backward, updates and user code begin and end each use here."""
+"""Track the units in use and their users. Forward, backward and user code begin and end each use of a unit here."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ class Frame:
     thread: int
     pass_name: str = ""
     held: list[PagedUnit] = field(default_factory=list)
-    """Units that stay in use until the module ends, in the pass `pass_name`."""
+    """Units that stay in use until the module ends. `pass_name` is the pass that uses them."""
     faulted: list[PagedUnit] = field(default_factory=list)
     """Units that were fetched because the module called a function with their parameters. They may be evicted before
     the module ends."""
     is_inside_hooks: bool = False
     """Whether `SavedViews.end_inside` must be called when the module ends."""
     disables_cast_cache: bool = False
-    """Whether autocast's cache is off while the module runs. [Note: Casts of weights]"""
+    """Whether this frame has turned autocast's cache off, until the module ends. [Note: Casts of weights]"""
 
 
 @dataclass(kw_only=True)
 class DirectCall:
-    """A call of `module` by the user without the engine. `frame`: the Python frame of torch's call; None if the module
-    is compiled. `saving`: the hooks for saved tensors set for this call."""
+    """A direct call: the user calls `module` instead of the engine. `frame`: the Python frame of torch's `_call_impl`;
+    None if the module is compiled. `saving`: the saved-tensor hooks set for this call."""
 
     module: nn.Module
     thread: int
@@ -81,7 +81,7 @@ class Pager:
         self.frames: list[Frame] = []
         """The stack of modules that run, the innermost last."""
         self.direct: DirectCall | None = None
-        """The direct call that runs, or one that an interrupt has ended without calling its hook."""
+        """The direct call that runs, or that an interrupt has ended before its forward hook could run; else None."""
         self.loading: list[AbstractContextManager[None]] = []
         """The open `gathered` blocks of a running load_state_dict()."""
         self.units = UnitTable()
@@ -89,17 +89,17 @@ class Pager:
         self.saved_views = SavedViews(self.units, self._fault_in_saved, mover)
         self.copies = ParamCopies(offloaded_params, runtime, self.driver, self.units, self.cache)
         self.num_uses = 0
-        """The number of uses of weights so far: frames, gathers and copies."""
+        """The number of uses of weights so far: frames, gathered units, and state_dicts of modules."""
         self._watched: set[PagedUnit] = set()
-        """Units with a parameter to whose memory user code has got access (a NumPy array or an address)."""
+        """Units in which user code has got the memory of a parameter, as a NumPy array or an address."""
         self._swapped: dict[tuple[Owner, str], Home] = {}
-        """The homes of units after the next `swap_param_buffers`, by unit and kind."""
+        """(unit, kind) -> the home that it gets in the next `swap_param_buffers`."""
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
     def adopt(self, unit: Unit, params: Sequence[nn.Parameter], events: StepEvents) -> None:
-        """Give the unit a new flat, and make `params` views of it; their former bytes are dropped. The flat of a paged
-        unit has no memory yet."""
+        """Give the unit a new flat, which has no memory yet, and make `params` views of it. Their former bytes are
+        dropped."""
         place = None
         memory: AbstractContextManager[None] = nullcontext()
         if (home := self._inventory.find(unit, "param")) is None:
@@ -120,7 +120,8 @@ class Pager:
         self.units.add(paged)
 
     def store(self, unit: Unit, flat: torch.Tensor) -> None:
-        """Write `flat`, [P] on the CPU, as the first values of a unit, to the device or to the unit's home."""
+        """Write a unit's first values to its home, or to the device if the unit is resident. `flat`: the values, [P] on
+        the CPU."""
         paged = self.units.by_unit[unit]
         if not paged.is_resident:
             self.offloaded_params.store(unit, flat)
@@ -140,7 +141,7 @@ class Pager:
         paged.add_user()
 
     def _release(self, paged: PagedUnit, pass_name: str) -> None:
-        """Remove a user. After the last one, guard or evict the unit; in backward, leave it in use."""
+        """Remove a user. If none is left, guard or evict a paged unit; in backward, leave it in use."""
         paged.remove_user()
         if pass_name != "backward":
             self.cache.retire(paged)
@@ -173,7 +174,8 @@ class Pager:
         paged.begin_use()
 
     def _wait_update(self, paged: PagedUnit, unit_update: UnitUpdate) -> None:
-        """Wait until the unit's last update lets the unit be used. Raises the update's error."""
+        """Wait until the last update has written a resident unit, or computed a paged one. Raises the update's error,
+        unless the fetch of a paged unit will raise it."""
         if not unit_update.written.done():
             # a fetch takes computed parameters from staging memory; it raises the error of an update that has failed
             with self._recorder.span("compute", "wait_update", paged.unit.name):
@@ -225,7 +227,7 @@ class Pager:
         frame.is_inside_hooks = self.saved_views.begin_module()
 
     def exit_frame(self) -> bool:
-        """Close the frame that this thread has opened last. Return False if there is none."""
+        """Close the innermost frame. Return False if there is none, or if another thread opened it."""
         if not self.frames or self.frames[-1].thread != threading.get_ident():
             return False
         frame = self.frames.pop()
@@ -247,13 +249,14 @@ class Pager:
                 self.cache.retire(paged)
 
     def is_running(self) -> bool:
-        """Return whether a module of the model runs on this thread. Raises ModelError if one runs on another thread."""
+        """Return whether a module of the model runs. Raises ModelError if one runs while another thread is inside the
+        engine."""
         if self.frames:
             self.driver.check("A module's forward")
         return bool(self.frames)
 
     def is_called_directly(self) -> bool:
-        """Return whether a forward that begins now is called by the user: no engine call, module or backward runs."""
+        """Return whether a forward that begins now is a direct call: no engine call, module or backward runs."""
         return not self.frames and self.phase.now is Phase.IDLE and torch._C._current_graph_task_id() == -1
 
     # -- modules that the user calls directly --------------------------------------------------------------------------
@@ -275,12 +278,11 @@ class Pager:
             self.driver.leave()
 
     def runs_directly(self) -> bool:
-        """Return whether the caller runs inside a direct call of a module."""
+        """Return whether the caller runs inside a direct call of a module; False if that module is compiled."""
         return self.direct is not None and is_running(self.direct.frame)
 
     def ends_direct(self, module: nn.Module) -> bool:
-        """Return whether the call of `module` that ends now is the one that the user has made without the engine.
-        Called by the module's forward hook."""
+        """Return whether the call of `module` that ends now is the direct call. Called by the module's forward hook."""
         direct = self.direct
         if direct is None or direct.module is not module:
             return False
@@ -290,8 +292,8 @@ class Pager:
 
     @runs_outside_modes
     def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
-        """Fetch the units of `params`, arguments of `function`; the first is offloaded. Raises ParameterOffloadedError
-        outside of forward and backward. [Note: Entry points]"""
+        """Fetch the units of `params`, arguments of `function`; the first is offloaded. Outside of forward and
+        backward, raise ParameterOffloadedError if a unit is neither in use nor resident. [Note: Entry points]"""
         paged_units = [self.units.by_param[param] for param in params]
         paged_units[0].events.notice_backward()
         if self.driver.other() is not None or not (self.frames or self._is_in_backward()):
@@ -320,9 +322,9 @@ class Pager:
         raise offloaded_error(function, name, tier, paged.unit.dtype, self._accelerator.device)
 
     def _fault_in_saved(self, unit: Unit, version: int | None) -> FlatStorage:
-        """Fetch a unit because backward needs a view of it that autograd has saved, and return the unit's storage.
-        `version`: the unit's version when the view was saved; None: accept any. Raises ModelError if the unit's weights
-        have changed since."""
+        """Fetch a unit for backward, which needs a view that autograd has saved. Return the unit's storage. `version`:
+        the unit's version when the view was saved; None: accept any. Raises ModelError if the unit's weights have
+        changed since."""
         paged = self.units.by_unit[unit]
         if torch._C._current_graph_task_id() != self.phase.task:
             paged.events.notice_backward()
@@ -334,17 +336,17 @@ class Pager:
     # -- backward --------------------------------------------------------------------------------------------------
 
     def _is_in_backward(self) -> bool:
-        """Return whether autograd runs a backward, or the engine is about to begin one."""
+        """Return whether `engine.backward()` runs, or autograd runs a backward on this thread."""
         return self.phase.now is Phase.BACKWARD or torch._C._current_graph_task_id() != -1
 
     @runs_outside_modes
     def finish_gradients(self, unit: Unit) -> None:
-        """Guard or evict a unit that backward holds, once all its gradients have arrived."""
+        """Guard or evict a paged unit without users. Called when all its gradients of a backward have arrived."""
         self.cache.retire(self.units.by_unit[unit])
 
     @runs_outside_modes
     def end_pass(self) -> None:
-        """Guard or evict every unit without users, after a forward or backward has ended or failed."""
+        """Guard or evict every paged unit in use without users. Called after a forward or backward."""
         for paged in self.units.by_unit.values():
             if paged.state is UnitState.IN_USE and not paged.num_users:
                 self.cache.retire(paged)
@@ -352,17 +354,16 @@ class Pager:
     # -- updates -------------------------------------------------------------------------------------------------------
 
     def invalidate(self) -> None:
-        """Prepare all trainable units for a change. Evict paged units; resident units will be changed in place. Raises
-        ModelError if a paged unit is in use, or if user code has changed parameters but not their homes."""
+        """Prepare all trainable units for new values. Evict paged units; resident units will be changed in place.
+        Raises ModelError if a paged unit has users, or if user code has changed parameters but not their homes."""
         for paged in self.units.by_unit.values():
             if paged.unit.trainable:
                 self._invalidate(paged)
         self.cache.refuse()
 
     def invalidate_all(self) -> None:
-        """Prepare all units, frozen ones too, for a load of their values. Evict paged units; resident units will be
-        changed in place. Raises ModelError if a paged unit is in use, or if user code has changed parameters but not
-        their homes (except those of a frozen resident unit)."""
+        """Prepare all units, frozen ones too, for a load of their values. Do as `invalidate` does, but allow changes of
+        frozen resident units by user code."""
         for paged in self.units:
             if paged.unit.trainable or not paged.is_resident:
                 self._invalidate(paged)
@@ -385,14 +386,15 @@ class Pager:
             paged.storage.blank()
 
     def end_update(self) -> None:
-        """After an update has changed resident units, begin to watch those in use for changes by user code."""
+        """Begin to watch resident units in use for changes by user code. Called after an update or load of their
+        values."""
         for paged in self.units.by_unit.values():
             if paged.is_resident and paged.state is UnitState.IN_USE:
                 paged.storage.begin_watch()
 
     def begin_back_update(self) -> None:
-        """Prepare `swap_param_buffers` for a delayed update, which writes the "param_back" homes while compute reads
-        the "param" homes."""
+        """Record the homes that `swap_param_buffers` will swap. The delayed update writes the "param_back" homes while
+        compute reads the "param" homes."""
         find, units = self._inventory.find, [paged.unit for paged in self.units if not paged.is_resident]
         homes = [(unit, back, find(unit, "param")) for unit in units if (back := find(unit, "param_back")) is not None]
         self._swapped = {(unit, "param"): back for unit, back, _ in homes}
@@ -409,8 +411,8 @@ class Pager:
         self.end_update()
 
     def block_for_update(self) -> None:
-        """Guard or evict every trainable unit in step(), so that its next use waits for its own update. Units whose
-        update began in backward are guarded or evicted already, so only unblock them."""
+        """Guard or evict every trainable unit, so that its next use waits for its own update. Called in step(). Only
+        unblock units whose update began in backward: they are guarded or evicted already."""
         begun = {paged for paged in self.units if paged.weights is WeightState.UPDATING}
         self.unblock()
         for paged in self.units:
@@ -423,7 +425,7 @@ class Pager:
 
     def block_unit_for_update(self, unit: Unit) -> bool:
         """Make every use of a unit raise until step() is called, because its update begins in backward. Return False,
-        with nothing changed, if the unit is in use or other code holds a view of it."""
+        and change nothing, if other code holds a view of the unit, or if a paged unit has users."""
         paged = self.units.by_unit[unit]
         if paged.storage.is_viewed or (paged.num_users and not paged.is_resident):
             return False
@@ -436,8 +438,8 @@ class Pager:
         return True
 
     def unblock(self) -> None:
-        """Undo `block_unit_for_update`. Called when step() is called, or when the updates were dropped before they
-        began."""
+        """Let units that `block_unit_for_update` blocked be used again. Called in step(), or when updates are dropped
+        before they have begun."""
         for paged in self.units:
             paged.unblock()
 
@@ -445,8 +447,8 @@ class Pager:
 
     @runs_outside_modes
     def abort(self) -> None:
-        """After a failure, close every frame, evict units without users, and count users and bytes anew. No module may
-        run. A unit that a transfer still fetches is not evicted."""
+        """Close every frame, evict units without users, and count users and bytes anew. Called when a forward fails or
+        a step is dropped. No module may run. A unit that a transfer still fetches is not evicted."""
         if any(frame.disables_cast_cache and frame.thread == threading.get_ident() for frame in self.frames):
             torch.set_autocast_cache_enabled(True)
         self.frames.clear()
@@ -501,7 +503,7 @@ class Pager:
 
     @runs_outside_modes
     def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Return a copy of the parameter on the CPU; None while modules run, and after the engine is closed."""
+        """Return a copy of the parameter on the CPU; None in forward and backward, and after the engine is closed."""
         if self.cache.is_closed or self.frames or self._is_in_backward():
             return None
         with self.driver.entered("A copy of a parameter"):
@@ -515,9 +517,9 @@ def _find_module_call() -> FrameType | None:
 
 @final
 class WholeWeights:
-    """Gathers units after an update, in which each rank has changed only its shard. Used on the driver thread. `units`:
-    those that the optimizer steps, in static order; empty if no unit is sharded, or if units are gathered for each
-    use."""
+    """Gathers units after an update or a load, in which each rank has changed only its shard. Used on the driver
+    thread. `units`: the units that the optimizer steps, in static order; empty unless ranks shard the state but not the
+    parameters."""
 
     def __init__(self, runtime: Runtime, pager: Pager, units: Sequence[Unit]) -> None:
         self._accelerator = runtime.accelerator
@@ -526,7 +528,7 @@ class WholeWeights:
         self.units = units
 
     def end_update(self) -> None:
-        """Gather every unit of `units`, then call `Pager.end_update`. Blocks; raises RankError."""
+        """Gather every unit of `units` and wait for it, then call `Pager.end_update`. Raises RankError."""
         if self.units:
             with self._recorder.span("compute", "wait_param"):
                 wait_all([self.start(unit) for unit in self.units])

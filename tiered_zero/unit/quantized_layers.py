@@ -31,7 +31,8 @@ def is_4bit(module: nn.Module) -> bool:
 
 
 def statistics(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the scales of a layer quantized to 4 bits, by bitsandbytes' names; an empty dict for another module."""
+    """Make parameters of the scales of a layer quantized to 4 bits. Return them by bitsandbytes' names; return {} for
+    another module."""
     if not is_4bit(module):
         return {}
     weight: Any = module.weight
@@ -62,7 +63,8 @@ def _with_scales(state: Any, scales: Sequence[torch.Tensor | None]) -> Any:
 
 
 class Forward4bit:
-    """The `forward` of a paged layer quantized to 4 bits. A copy or pickle of the layer has its class's `forward`."""
+    """The `forward` of a paged layer quantized to 4 bits. A copy or pickle of the layer has the `forward` of the
+    layer's class."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module: Any = module

@@ -29,9 +29,9 @@ _NO_TRANSFORM = (
 
 @dataclass(frozen=True, kw_only=True)
 class SavedView:
-    """What autograd keeps in place of a view of a flat: the unit, and the view's geometry in elements of `dtype`.
-    `version`: the unit's version. `counter`: the parameter's version counter. `version` and `counter` are None inside
-    of torch.utils.checkpoint, which recomputes with current weights."""
+    """The object that autograd keeps instead of a view of a flat: the unit, and the view's geometry in elements of
+    `dtype`. `version`: the unit's version. `counter`: the parameter's version counter. Both are None inside of
+    torch.utils.checkpoint, which recomputes with current weights."""
 
     unit: Unit
     version: int | None
@@ -44,8 +44,9 @@ class SavedView:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedWrapper:
-    """What autograd keeps in place of a view of a flat inside a torch.func transform. `wrapper`: the transform's tensor
-    around the view, which cannot be made anew. `view`: keeps the unit's memory. `inner`: the view by name."""
+    """The object that autograd keeps instead of a view of a flat inside a torch.func transform. `wrapper`: the
+    transform's tensor around the view; it cannot be created again. `view`: makes the unit keep its memory. `inner`: the
+    view by name."""
 
     wrapper: torch.Tensor
     view: torch.Tensor
@@ -53,7 +54,8 @@ class SavedWrapper:
 
 
 SavedTensor = tuple[torch.Tensor, int]
-"""A tensor that is no view of a flat, with its version counter. See [Note: Versions of saved tensors]."""
+"""A saved tensor that is no view of a flat, and its version counter when it was saved. See [Note: Versions of saved
+tensors]."""
 
 
 class MovedTensor(Protocol):
@@ -71,13 +73,14 @@ class TensorMover(Protocol):
     """Interface of the object that moves saved tensors off the device, except views of a unit."""
 
     def pack(self, tensor: torch.Tensor, version: int) -> MovedTensor | None:
-        """Begin to move a detached tensor; return None if it stays on the device. `version`: its version counter."""
+        """Begin to move a saved tensor; return None if it stays on the device. `version`: the tensor's version
+        counter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedByProgram:
-    """What autograd keeps in place of a tensor that the program's own hooks have saved. `packed`: what their pack hook
-    returned."""
+    """The object that autograd keeps for a tensor that the program's own hooks have saved. `packed`: the result of
+    their pack hook."""
 
     packed: Any
     unpack: Callable[[Any], Any]
@@ -117,7 +120,7 @@ class SavedViews:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Inside the block, autograd saves views of flats by name instead of by address."""
+        """A context manager. Inside it, autograd saves views of flats by name instead of by address."""
         refuse_tracing()
         saving = self.begin()
         try:
@@ -131,8 +134,9 @@ class SavedViews:
                 saving.__exit__()
 
     def begin(self) -> saved_tensors_hooks | None:
-        """Set the hooks that save views by name, and return them for `end`; None if none were set. Raises ModelError if
-        user code has moved or converted the model (`module.half()`), or if a torch.func transform forbids hooks."""
+        """Set the hooks that save views by name, and return them for `end`. Do nothing and return None if the innermost
+        hooks are our own or a checkpoint's. Raises ModelError if user code has moved or converted the model
+        (`module.half()`), or if a torch.func transform forbids hooks."""
         self._check_converted()
         if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             raise ModelError(_NO_TRANSFORM)
@@ -202,7 +206,8 @@ class SavedViews:
             return self._mover.pack(*saved) or saved
 
     def hooks_inside(self, outer: tuple[Pack, Unpack] | None) -> tuple[Pack, Unpack] | None:
-        """Return the hooks to set on top of the present hooks `outer`; None if those are our own or a checkpoint's."""
+        """Return the hooks to set on top of `outer`, the innermost hooks. Return None if `outer` is our own or a
+        checkpoint's."""
         if outer is None:
             return (self.pack if self._mover is None else self.pack_and_move), self.unpack
         # a checkpoint counts all saved tensors, and recomputes without the engine's call around it
@@ -214,8 +219,8 @@ class SavedViews:
         return pack in (self.pack, self.pack_and_move) or (isinstance(pack, _PackInside) and pack.views is self)
 
     def begin_module(self) -> bool:
-        """Set the hooks that save views by name when a module begins, if the innermost hooks belong to others or if a
-        backward recomputes the module. Return whether the caller must call `end_inside`."""
+        """Set the hooks that save views by name, if the innermost hooks belong to others or a backward recomputes the
+        module. Called when a module begins. Return whether the caller must call `end_inside`."""
         # The program's hooks alone would hold the unit's memory, and a checkpoint would hold recomputed weights until
         # its backward ends. A checkpoint counts saved tensors: a module must save alike in forward and recomputation.
         top: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -289,7 +294,7 @@ class _ClosedUnits:
 
     def __call__(self, unit: Unit, version: int | None) -> FlatStorage:
         """Return the storage of a unit that was resident. Raises ParameterOffloadedError for any other unit, and
-        ModelError if its weights have changed since `version`."""
+        ModelError if the weights have changed since `version`."""
         if unit not in self._resident:
             ClosedEngine(unit.name).fault_in((), "This call")
         storage, current = self._resident[unit]

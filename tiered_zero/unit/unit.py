@@ -2,17 +2,16 @@
 
 The parameters of a unit are views of its flat. `storage.resize_(0)` frees the flat's memory while every view keeps its
 shape, dtype and place in autograd's graphs; a later `resize_` and copy bring the bytes back under the same views.
-Guarded parameters are views of a second storage, whose address torch refuses to give. If the CPU computes, the storage
-is a range of huge pages (hardware/memory/huge_pages.py).
+Guarded parameters are views of a second storage, whose address torch refuses to give. If the CPU computes, the memory
+of a paged unit may be huge pages (hardware/memory/huge_pages.py).
 
-[Note: State of a unit]
-`UnitState` and `WeightState` hold the state of a unit. They change together, and only in `PagedUnit`. All else is a
-field, or a fact about the storage: `is_full` (the flat has memory) and `is_viewed` (other code holds a view of the
-flat: a running node, a recomputed tensor, or an output). A viewed flat keeps its memory, even when its unit is
-OFFLOADED. So neither eviction nor a wrong prefetch can free memory that a computation reads; at worst the budget is
-exceeded, which raises.
-A resident unit is IN_USE, or CACHED while it waits for its update. `Pager.abort` returns all other units to OFFLOADED,
-except one that a `gathered` block uses or a transfer still fetches.
+[Note: State of a unit] `UnitState` and `WeightState` hold the state of a unit. They change together, and only in
+`PagedUnit`. Everything else is a plain field, or a fact about the storage: `is_full` (the flat has memory) and
+`is_viewed` (other code holds a view of the flat: a running node, a recomputed tensor, or an output). A viewed flat
+keeps its memory, even when its unit is OFFLOADED. So an eviction or a wrong prefetch cannot free memory that a
+computation reads. At worst the device lacks room, and BudgetError is raised. A resident unit is IN_USE, or CACHED while
+it waits for its update. `Pager.abort` returns all other units to OFFLOADED, except one that a `gathered` block uses or
+a transfer still fetches.
 
 [Note: Writes through .data] A change in place moves the version counter of the parameter, or of the flat if a node of
 backward changes what forward saved. `param.data.mul_()` moves it too, since `data` of a parameter in use is `detach()`.
@@ -57,7 +56,7 @@ NaN differs from itself. Elements of 8 bytes or more are compared as int64."""
 
 
 class FlatStorage:
-    """The device memory of one unit, and the views of it that are the unit's parameters. Used on the driver thread.
+    """The device memory of one unit, and the views of it that are the unit's parameters. Used on the Pager's threads.
     `flat`: all P elements, in the unit's dtype; it has memory only while `is_full`."""
 
     def __init__(
@@ -89,8 +88,8 @@ class FlatStorage:
         self.guard()
 
     def _take_storage(self) -> None:
-        """Create the flat, and the storage of guarded parameters; neither has memory yet. Make all parameters views of
-        the flat."""
+        """Create the flat and the storage of guarded parameters, both without memory. Make all parameters views of the
+        flat."""
         guarded = self._new_flat(None if self._place is None else self._place.alias)
         self._keyed_views = [keyed(view) for view in self._views_of(guarded)]
         self._guarded_bytes = guarded.untyped_storage()
@@ -165,7 +164,7 @@ class FlatStorage:
 
     def empty(self, keep: bool = True) -> None:
         """Free the flat's memory; every view keeps its shape and version counter. `keep`: whether another unit may get
-        the memory; False if a transfer may still write to it."""
+        the flat's huge pages, if it has any; False if a transfer may still write to them."""
         if self._place is not None:
             self._place.empty(keep)
         elif self._bytes.resizable():
@@ -231,7 +230,8 @@ class FlatStorage:
         return None if self.flat._version == self._flat_version else (f"(one of unit {self.unit.name})", "")
 
     def check_converted(self) -> None:
-        """Raise ModelError if the unit was moved or converted, as by `module.half()`. The unit must be in use."""
+        """Raise ModelError if the unit was moved or converted, as by `module.half()`. Check only the unit's first
+        parameter. The unit must be in use."""
         # `module.half()` converts all parameters, so the first shows it; `end_change` finds a change of another alone
         param, name = self._params[0], self.unit.entries[0].param.name
         if param.dtype is not self.unit.dtype or param.device != self._device:
@@ -242,9 +242,9 @@ class FlatStorage:
             )
 
     def reattach(self, keep: bool) -> None:
-        """If user code gave a parameter other memory, make the parameter a view of the flat again. Then begin to watch
-        anew for changes. `keep`: True copies the values from that memory into the flat, and raises ModelError if a
-        shape differs; False drops the values."""
+        """Make parameters views of the flat again if user code gave them other memory. Then begin to watch anew for
+        changes. `keep`: True copies the values from that memory into the flat, and raises ModelError if a shape
+        differs; False drops the values."""
         key = self.key
         for entry, param in self._entries:
             if param.untyped_storage()._cdata == key:
@@ -261,7 +261,7 @@ class FlatStorage:
         self.begin_watch()
 
     def guard(self) -> None:
-        """Make every parameter an OffloadedParameter, whose bytes neither Python nor C++ code can read."""
+        """Make every parameter an OffloadedParameter. Python and C++ code can then read no bytes without a fetch."""
         with torch._C.DisableTorchFunctionSubclass():
             for param, view in zip(self._params, self._keyed_views, strict=True):
                 param.__class__ = OffloadedParameter  # first: only such a parameter may have the key
@@ -277,8 +277,8 @@ class FlatStorage:
         return self._params[bisect_right(self._starts, offset_nbytes) - 1]
 
     def detach_params(self) -> None:
-        """Make the parameters plain when the engine closes, with copies of their values. If the flat has no memory,
-        guard them instead."""
+        """Make the parameters plain when the engine closes, with copies of their values, or with views of the flat if
+        memory for copies is short. If the flat has no memory, guard the parameters instead."""
         if not self.is_full:
             self.orphan_params()
             return
@@ -292,7 +292,7 @@ class FlatStorage:
                 release_param(param, own)
 
     def orphan_params(self) -> None:
-        """Guard the parameters when the engine closes. They then refer to nothing of the engine."""
+        """Guard the parameters when the engine closes. Remove their references to the engine."""
         self.guard()
         for param, own in zip(self._params, self._classes, strict=True):
             set_handler(param, ClosedEngine(self.unit.name, own))
@@ -301,10 +301,11 @@ class FlatStorage:
 class UnitState(Enum):
     """Which bytes of a unit are on the device.
 
-    * OFFLOADED: none; all are in the unit's home.
+    * OFFLOADED: none that are valid; the values are at the unit's home.
     * FETCHING: device memory is allocated and a transfer fills it. Compute has not waited for the transfer yet.
     * CACHED: all; the parameters are guarded.
-    * IN_USE: all; the parameters are plain. Users hold the unit, or backward holds it until its memory is needed."""
+    * IN_USE: all; the parameters are plain. Users hold the unit, or backward holds it until its gradients are complete
+      or its memory is needed."""
 
     __hash__ = object.__hash__  # Enum's own runs in Python, twice for each change
     OFFLOADED = "offloaded"
@@ -316,9 +317,9 @@ class UnitState(Enum):
 class WeightState(Enum):
     """Which weights a fetch from the unit's home brings.
 
-    * CURRENT: those of the last step. The fetch waits for what still runs of that step's update.
+    * CURRENT: those of the last step. If their update still runs, the fetch waits for it.
     * UPDATING: those of the present step, whose update began in backward. Any use raises until step() is called.
-    * STALE: older weights than on the device, where user code has changed them. The end of the use drops the change."""
+    * STALE: weights from before user code changed them on the device. The change is dropped when the use ends."""
 
     __hash__ = object.__hash__
     CURRENT = "current"
@@ -361,11 +362,11 @@ LEGAL_CHANGES: dict[tuple[State, State], str] = {
 
 
 class StepEvents(Protocol):
-    """Receives events that the pager notices and that no call of the engine announces. The engine's TrainStep
-    implements it."""
+    """Receives events from the pager and from `gathered`. The engine's TrainStep implements it."""
 
     def notice_backward(self) -> None:
-        """Record that a backward is about to use a parameter, perhaps one that the user started without the engine."""
+        """Begin to follow the running backward, if the user started it without the engine. Called before a parameter is
+        fetched."""
 
     def before_use(self, unit: Unit, pass_name: str) -> None:
         """Record that a pass is about to gather and use `unit`. Called only with several ranks, because these must
@@ -375,7 +376,8 @@ class StepEvents(Protocol):
         """Make every update visible, before weights are read between steps."""
 
     def before_weights_write(self) -> None:
-        """End every update, and drop what was prefetched for the next one, before weights are written between steps."""
+        """Wait for every update, and drop state read ahead for the next one, before weights are written between
+        steps."""
 
     def latch(self, why: str) -> None:
         """Refuse every later call, because a change of weights has failed halfway. `why`: the failure, for the
@@ -435,7 +437,7 @@ class PagedUnit:
             self._change(UnitState.IN_USE, WeightState.STALE)
 
     def block(self) -> None:
-        """Enter UPDATING, in which any use of the unit raises: its update has begun, and step() is not called yet."""
+        """Enter UPDATING, because the unit's update begins before step(). Until step(), any use of the unit raises."""
         if self.weights is not WeightState.UPDATING:  # a second backward finds it blocked
             self._change(self.state, WeightState.UPDATING)
 

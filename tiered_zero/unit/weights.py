@@ -34,7 +34,7 @@ INDEX_SUFFIX = ".safetensors.index.json"
 name: name of a file in the same directory}}."""
 
 _NUM_NAMED = 5
-"""An error about many names lists at most this number of them."""
+"""The most names that a message lists."""
 _MOST_INDEX_NBYTES = 64 * MIB
 """The most bytes that an index file may have; the index of a large model has some megabytes."""
 
@@ -56,7 +56,8 @@ def _nbytes(path: str | Path) -> int:
 
 def weight_paths(given: Sequence[str]) -> list[str]:
     """List the safetensors files that `given` names, each once. `given`: paths of files, indexes and directories.
-    Raises ModelError if a path is not readable, or does not say which files to take."""
+    Raises ModelError if an index or directory cannot be read, or does not say which files to take. Other paths are not
+    checked."""
     return list(dict.fromkeys(str(path) for text in given for path in _files_of(Path(text).expanduser())))
 
 
@@ -75,7 +76,8 @@ def _files_of(path: Path) -> Iterator[Path]:
 
 
 def _of_directory(directory: Path) -> Path:
-    """Return the directory's index, its model.safetensors, or its only safetensors file."""
+    """Return the directory's only index, else its model.safetensors, else its only safetensors file. Raises ModelError
+    if there is none of these."""
     names = sorted(path.name for path in directory.iterdir())
     files = [name for name in names if name.endswith(".safetensors")]
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
@@ -115,8 +117,8 @@ def _of_index(path: Path) -> Iterator[Path]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """Makes tensors of a model from tensors of files, or the reverse, by one entry of transformers' table. `sources`: a
-    pair (pattern in the table, name) for each tensor to read. `converter`: the entry; if None, the only source is
+    """Makes tensors of a model from tensors of files, or the reverse, with one entry of transformers' table. `sources`:
+    a pair (pattern in the table, name) for each tensor to read. `converter`: the entry; if None, the only source is
     renamed to `target`. `rename`: a function that is applied to the names that the converter returns."""
 
     model: Any
@@ -138,8 +140,8 @@ class Conversion:
 
 
 def from_files(model: nn.Module, names: Iterable[str]) -> list[Conversion]:
-    """List the conversions from tensors of files to tensors of `model`. `names`: the names of the tensors in the
-    files."""
+    """List the conversions from tensors of files to tensors of `model`; none if it is no model of transformers 5.
+    `names`: the names of the tensors in the files."""
     library = _library(model)
     if library is None:
         return []
@@ -154,7 +156,8 @@ def from_files(model: nn.Module, names: Iterable[str]) -> list[Conversion]:
 
 
 def to_files(model: nn.Module, names: Sequence[str]) -> list[Conversion]:
-    """List the conversions from the model's tensors `names` to those that `save_pretrained` writes."""
+    """List the conversions from the model's tensors `names` to the tensors that `save_pretrained` writes; none if it is
+    no model of transformers 5."""
     library = _library(model)
     if library is None:
         return []
@@ -208,7 +211,8 @@ def _table(model: nn.Module, **options: Any) -> list[Any]:
 
 
 class WeightFiles:
-    """Reads tensors by name from safetensors files. Raises ModelError for a file that cannot be read."""
+    """Reads tensors by name from safetensors files. The constructor raises ModelError for a file that cannot be
+    read."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         """`paths`: safetensors files, indexes of such files, or directories of models."""
@@ -231,8 +235,9 @@ class WeightFiles:
             self._paths.update(dict.fromkeys(names, path))
 
     def check(self, model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec]) -> list[str]:
-        """Return warnings about tensors in the files that the model does not use. Raises ModelError if no parameter
-        of the model is on meta, or if the files lack a parameter or have it in another shape or dtype."""
+        """Return warnings about tensors in the files that the model does not use. Raises ModelError if no parameter of
+        the model is on meta, or if the files lack a parameter on meta or have it in another shape or in a dtype that
+        cannot be converted."""
         missing_values = [spec for param, spec in specs.items() if param.is_meta]
         if not missing_values:
             raise ModelError(
@@ -273,8 +278,8 @@ class WeightFiles:
         return self._find(names) is not None
 
     def fill(self, target: torch.Tensor, names: Iterable[str]) -> None:
-        """Copy the tensor that has one of `names` into `target`, rounded to the dtype of `target`. Do nothing if the
-        files have no such tensor."""
+        """Copy a tensor of the files into `target`, rounded to the dtype of `target`. `names`: the names that the
+        tensor may have. Do nothing if the files have no such tensor."""
         if (name := self._find(names)) is not None:
             with ExitStack() as opened:
                 files: dict[str, Any] = {}  # open for one tensor only: mapped pages count as resident memory
@@ -290,8 +295,8 @@ class WeightFiles:
                 target.copy_(read(name) if conversion is None else conversion.convert(read)[name])
 
     def _convert_names(self, model: nn.Module) -> set[str]:
-        """Record a conversion for each tensor of the model that the files have under another name. Return the names in
-        the files that these conversions read. Raises ModelError if transformers cannot make one of these tensors."""
+        """Record a conversion for each tensor of the model that transformers makes from tensors with other names in the
+        files. Return those names. Raises ModelError if transformers cannot make a tensor."""
         used: set[str] = set()
         for conversion in from_files(model, self._paths):
             try:
@@ -315,8 +320,8 @@ class WeightFiles:
 
 
 def _is_float(dtype: torch.dtype) -> bool:
-    """Return whether values of this dtype can be converted to another float dtype. Values of float8 cannot: they need
-    scales."""
+    """Return whether this is a float dtype of 16 bits or more. Its values can be rounded to another float dtype; float8
+    values need scales."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
