@@ -1,8 +1,8 @@
 """tiered_zero: train PyTorch models that are larger than GPU memory, with the same numbers as plain PyTorch.
 
-Weights and optimizer state rest on the device, in host memory or on NVMe. Further errors are in `tiered_zero.errors`,
-DeepSpeed's names in `tiered_zero.deepspeed`. Each public name is imported at its first use: `tiered_zero.record` needs
-no torch.
+Weights and optimizer state rest on the device, in host memory or on NVMe. Other errors are in `tiered_zero.errors`, and
+DeepSpeed's names in `tiered_zero.deepspeed`. All public names except the errors are imported at their first use, so
+that `tiered_zero.record` can be used without torch.
 """
 
 from __future__ import annotations

@@ -44,16 +44,18 @@ def initialize(
     """Plan the run, move the model onto its tiers, and return (engine, optimizer, dataloader, lr_scheduler).
 
     `config` (or `config_params`): a DeepSpeed-style dict or the path of a JSON file; `args.deepspeed_config` may name
-    the file instead. `model`: on any device, and changed in place: its parameters hold values only while they are used.
-    On the meta device it gets its values from its own initialisers or the files of the config's `tiered_zero.weights`.
+    the file instead. `model`: on any device, and changed in place. Its parameters on another tier than the device hold
+    values only while they are used. A model on the meta device gets its values from its own initialisers or from the
+    files of the config's `tiered_zero.weights`.
 
     `optimizer`: any torch optimizer over the model's parameters, or a callable that makes one from them.
-    `lr_scheduler`: a scheduler, or a callable that makes one from the optimizer. Both are used instead of the config's.
-    `model_parameters`: the parameters or param groups to train; default: all that require a gradient. `training_data`:
-    a dataset, read in its order in the config's micro-batches, or a `TrainingLoader`. `mpu`, `mesh_param`: must not
-    split the model over ranks.
+    `lr_scheduler`: a scheduler, or a callable that makes one from the optimizer. If given, each of the two replaces
+    that of the config. `model_parameters`: the parameters or param groups to train; default: all parameters that
+    require a gradient. `training_data`: a `TrainingLoader`, or a dataset, which is read in its order in micro-batches
+    of the config's size. `mpu`, `mesh_param`: must not split the model over ranks.
 
-    Raises ConfigError, ModelError, PlanError or StoreError, where possible before anything is allocated or written.
+    Raises ConfigError, ModelError, PlanError, StoreError or RankError, where possible before anything is allocated or
+    written.
     """
     if isinstance(args, nn.Module):
         raise ModelError(
@@ -127,7 +129,7 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 
 def _check_one_rank(**sizes: object) -> None:
-    """Raise ModelError if one of `sizes` (argument's name -> mpu or mesh) splits the model over ranks."""
+    """Raise ModelError if an argument in `sizes` (its name -> an mpu or a mesh) splits the model over ranks."""
     for name, given in sizes.items():
         ask = getattr(given, "get_model_parallel_world_size", None) or getattr(
             given, "get_tensor_model_parallel_world_size", None

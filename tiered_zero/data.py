@@ -28,17 +28,18 @@ class TrainingLoader(DataLoader[Any]):
 
     * A batch is counted when the user takes it.
     * A pass ends early if its iterator is dropped, as after `break`. The next pass begins at the first sample.
-    * After the load of a state from the middle of a pass, the next `iter()` yields the rest of that pass. The rest is
-      empty if the state was saved after the last batch and before StopIteration.
-    * Loading does not change random generators. If samples use random numbers, a resumed run gets equal samples only
-      without workers.
+    * If a state from the middle of a pass is loaded, the next `iter()` yields the rest of that pass. The rest is empty
+      if the state was saved after the last batch and before StopIteration.
+    * Loading does not change random generators. If samples use random numbers, a resumed run gets the same samples only
+      if the loader has no workers.
     * An IterableDataset cannot seek: after a load, the batches taken before are read again and dropped.
     """
 
     def __init__(
         self, dataset: Dataset[Any], batch_size: int | None = 1, *, shuffle: bool = False, seed: int = 0, **options: Any
     ) -> None:
-        """Raises TypeError if `options` decide the order of samples, and for `shuffle` with an IterableDataset."""
+        """Build the loader. Raises TypeError if `options` decide the order of samples, and for `shuffle` with an
+        IterableDataset."""
         if fixed := options.keys() & {"sampler", "batch_sampler", "generator"}:
             raise TypeError(f"TrainingLoader decides the order of samples itself; leave out {', '.join(sorted(fixed))}")
         self._order = None if isinstance(dataset, IterableDataset) else _Order(cast(Sized, dataset), shuffle, seed)
@@ -48,7 +49,7 @@ class TrainingLoader(DataLoader[Any]):
             raise TypeError("TrainingLoader cannot shuffle an IterableDataset; shuffle inside the dataset")
         self._place = _Place(number=0)
         self._current: weakref.ref[_Pass] | None = None
-        """The iterator that moves `_place`; None: the next `iter()` continues from there."""
+        """A weak reference to the iterator that moves `_place`; None: the next `iter()` continues from `_place`."""
         super().__init__(dataset, batch_size, **options)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # DataLoader's own iterator cannot count
@@ -79,7 +80,7 @@ class TrainingLoader(DataLoader[Any]):
             self._order.rank, self._order.num_ranks, self._order.drops = rank, num_ranks, self.drop_last
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this loader's position, and what decides the order of its samples, as plain values and one tensor."""
+        """Return this loader's position and the settings of its sample order, as plain values and one tensor."""
         if self._current is not None and self._current() is None:
             self._end_pass()
         place, order = self._place, self._order
@@ -116,8 +117,8 @@ class TrainingLoader(DataLoader[Any]):
                 raise StoreError(f"A loader's random_state is not what was saved: {error}.") from None
 
     def resplit(self, state: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
-        """Convert `state`, saved with `num_ranks` ranks, to this loader's number of ranks. In the middle of a pass the
-        last taken samples, fewer than there are ranks, may come again."""
+        """Convert `state`, saved with `num_ranks` ranks, to this loader's number of ranks. In the middle of a pass,
+        samples that were taken last may come again; they are fewer than this loader's ranks."""
         order, length = self._order, state["length"]
         if order is None or num_ranks == order.num_ranks or length != order.length_of(num_ranks):
             return dict(state)
@@ -176,8 +177,9 @@ class TrainingLoader(DataLoader[Any]):
 @final
 @dataclass(kw_only=True)
 class _Place:
-    """A place in the data. `number`: the number of the pass, counted from 0. `num_batches`, `num_samples`: what the
-    user has taken of it. `random_state`: of torch's generator when the pass began; None: it has not begun."""
+    """A place in the data. `number`: the number of the pass, counted from 0. `num_batches`, `num_samples`: how many the
+    user has taken in this pass. `random_state`: the state of torch's generator when the pass began; None: the pass has
+    not begun."""
 
     number: int
     num_batches: int = 0
@@ -187,7 +189,7 @@ class _Place:
 
 @final
 class _Pass(Iterator[Any]):
-    """Iterates over the batches of one pass, and counts those that the user takes in its place."""
+    """Iterates over the batches of one pass, and counts in the pass's `_Place` the batches that the user takes."""
 
     batches: Iterator[Any]
 

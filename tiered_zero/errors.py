@@ -1,4 +1,4 @@
-"""Define the one family of errors. A message says what was expected, what was found, and what to do."""
+"""Define tiered_zero's errors. A message says what was expected, what was found, and what to do."""
 
 
 def add_note(error: BaseException, text: str) -> None:
@@ -8,11 +8,11 @@ def add_note(error: BaseException, text: str) -> None:
 
 
 class TieredZeroError(Exception):
-    """Base of every error that tiered_zero raises on purpose."""
+    """The base class of all errors that tiered_zero defines."""
 
 
 class ConfigError(TieredZeroError, ValueError):
-    """The configuration cannot be honoured as written; raised before anything is allocated or written."""
+    """The configuration, or an argument, cannot be honoured as written; the message says what to change."""
 
 
 class PlanError(TieredZeroError):
@@ -28,15 +28,16 @@ class InternalError(TieredZeroError):
 
 
 class ParameterOffloadedError(TieredZeroError, RuntimeError):
-    """A parameter's bytes were read while they are on another tier. Read them inside `tiered_zero.gathered`."""
+    """An operation needs a parameter's bytes while they are on another tier. Read them inside
+    `tiered_zero.gathered`."""
 
 
 class BudgetError(TieredZeroError):
-    """An allocation needs more bytes than the plan or the memory has for it."""
+    """An allocation needs more bytes than the plan allows or the memory has left."""
 
 
 class TransferError(TieredZeroError, OSError):
-    """A read or write failed, was short, or stalled; the message has path, offset, and the bytes wanted and got."""
+    """A read, write or sync of a file failed, was short, or stalled; the message names the file."""
 
 
 class StoreError(TieredZeroError):
@@ -44,12 +45,12 @@ class StoreError(TieredZeroError):
 
 
 class CorruptionError(StoreError):
-    """Bytes read back are not the bytes written. No update is computed from such bytes. After a failed load the
-    engine takes no further step."""
+    """Bytes read back are not the bytes written. No update is computed from such bytes. If the load of a checkpoint
+    into an engine raises this, the engine takes no further step."""
 
 
 class EngineFailedError(TieredZeroError):
-    """An earlier failure left state that cannot be trusted; the message says where to resume from."""
+    """An earlier failure left state that cannot be trusted; the message says how to go on."""
 
 
 class RankError(TieredZeroError):
@@ -65,4 +66,4 @@ class MissingModuleError(TieredZeroError, ModuleNotFoundError):
 
 
 class NonFiniteError(TieredZeroError):
-    """Training cannot go on: gradients or the loss are not finite, step after step."""
+    """Training cannot go on, because the gradients of many steps, or the loss, are not finite."""

@@ -10,12 +10,11 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 PAGE_NBYTES = 4096
-"""The alignment of every extent in a file, slot in memory and O_DIRECT request. It suits disks with sectors of 512
+"""The alignment of every extent in a file, slot in host memory and O_DIRECT request. It suits disks with sectors of 512
 bytes and of 4 KiB."""
 
 HUGE_PAGE_NBYTES = 2 * MIB
-"""The size of a huge page on x86 and most ARM systems. Allocations of at least this size are aligned to it, and ask for
-huge pages."""
+"""The size of a huge page on x86 and most ARM systems."""
 
 _UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "kib": KIB, "m": 10**6, "mb": 10**6, "mib": MIB}
 _UNITS |= {"g": 10**9, "gb": 10**9, "gib": GIB, "t": 10**12, "tb": 10**12, "tib": 1 << 40}
@@ -46,22 +45,25 @@ def ceil_nbytes(nbytes: int) -> str:
 
 
 def parse_nbytes(text: str | int | float) -> int:
-    """Parse a size in bytes: '1.5GiB', '512 MB', 4096. Raises ValueError on anything else."""
+    """Parse a size in bytes, such as '1.5GiB', '512 MB' or 4096. Raises ValueError unless it has this form and is not
+    negative."""
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         if not 0 <= text < math.inf or text != int(text):
             raise ValueError(f"a size in bytes must be a whole number >= 0, not {text!s:.100}")
         return int(text)
     digits, unit = _split_unit(text)
     try:
-        nbytes = float(digits) * _UNITS[unit]
-        return int(nbytes)
+        nbytes = int(float(digits) * _UNITS[unit])
     except (KeyError, ValueError, OverflowError):
-        raise ValueError(f"{text!r:.100} is no size; write bytes, or a number with KiB to TiB, or KB to TB") from None
+        nbytes = -1
+    if nbytes < 0:
+        raise ValueError(f"{text!r:.100} is no size; write bytes, or a number with KiB to TiB, or KB to TB")
+    return nbytes
 
 
 def parse_hardware_nbytes(text: str) -> int:
-    """Parse a size or rate of hardware. Raises ValueError also for zero, and for a number without a unit that would be
-    less than 1 MiB."""
+    """Parse a size or rate of hardware. Raises ValueError as `parse_nbytes` does, for zero or less, and for less than 1
+    MiB without a unit."""
     nbytes = parse_nbytes(text)
     if nbytes <= 0:
         raise ValueError(f"{text!r:.100} is not above zero")

@@ -19,14 +19,14 @@ TERMINATED = 128 + signal.SIGTERM
 @final
 class StopRequest:
     """Remembers that a signal has asked the program to stop. `at_boundary`: whether the first signal is only
-    remembered; if not, it raises, as later signals do: KeyboardInterrupt (Ctrl-C) or SystemExit (SIGTERM), in the main
-    thread. `code`: the exit code for the first signal; None before it."""
+    remembered; if not, it raises. Later signals always raise: KeyboardInterrupt (Ctrl-C) or SystemExit (SIGTERM), in
+    the main thread. `code`: the exit code for the first signal; None before it."""
 
     def __init__(self, at_boundary: bool) -> None:
         self.at_boundary = at_boundary
         self.code: int | None = None
         self.answer = b"\nFinishing this step, then saving; a second signal ends at once.\n"
-        """The text for stderr at the first signal, if the program stops by itself."""
+        """The text to write to stderr at the first signal, if `at_boundary` is true."""
         self._pid = os.getpid()
 
     def __bool__(self) -> bool:
@@ -51,12 +51,12 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(*, at_boundary: bool = True) -> Iterator[StopRequest]:
-    """Inside the block, let SIGTERM and Ctrl-C ask training to end, instead of ending it immediately.
+    """Let SIGTERM and Ctrl-C inside the block ask training to end, instead of ending it immediately.
 
     Yields a StopRequest to check after each `engine.step()`: it is true once a signal has come. A second signal raises
     SystemExit or KeyboardInterrupt immediately; if it comes in the middle of an update, the engine can then only be
     closed. Enter the block in the main thread. `at_boundary`: whether the first signal waits for this check; if not, it
-    raises, too.
+    raises like a second one.
     """
     request = StopRequest(at_boundary)
     numbers = [signal.SIGTERM]

@@ -81,9 +81,9 @@ _LEAST_STRETCH_NBYTES = 16 << 20
 
 
 def touch_pages(address: int, nbytes: int, num_threads: int, cpus: Collection[int] = ()) -> None:
-    """Allocate the pages of a mapping on several threads. Pinning would do it on one thread, in 0.4 s per GiB. `cpus`:
-    the processors of the threads, whose NUMA node gets the pages. Does nothing if the system refuses, or for a small
-    mapping without `cpus`."""
+    """Allocate the pages of a mapping on several threads. Pinning would allocate them on one thread, in 0.4 s per GiB.
+    `cpus`: the processors on which the threads run; the pages come from the NUMA node of these processors. Does nothing
+    if the system refuses, or for a small mapping without `cpus`."""
     stretch_nbytes = align_up(max(_LEAST_STRETCH_NBYTES, -(-nbytes // num_threads)), PAGE_NBYTES)
     if sys.platform != "linux" or (nbytes <= stretch_nbytes and not cpus):
         return
@@ -106,7 +106,7 @@ def touch_pages(address: int, nbytes: int, num_threads: int, cpus: Collection[in
 @final
 class OwnProcess:
     """Remembers the process that made this object, so that a forked child can be refused. Any thread may use it.
-    `what`: the user's object as the error names it, such as "engine". `error`: the class of that error."""
+    `what`: the error's name for the user's object, such as "engine". `error`: the class of that error."""
 
     def __init__(self, what: str = "engine", error: type[TieredZeroError] = ModelError) -> None:
         self._what, self._error = what, error
@@ -126,8 +126,9 @@ class OwnProcess:
 
 
 def cgroup_folders(controller: str, proc: Path, mount: Path) -> Iterator[Path]:
-    """Yield the mounted folders of this process's control group and of the groups around it. `controller`: of cgroup
-    v1, such as "memory"; v2 is included. `proc`, `mount`: usually /proc and /sys/fs/cgroup."""
+    """Yield the mounted folders of this process's control group and of the groups that contain it. `controller`: the
+    controller for cgroup v1, such as "memory"; folders of cgroup v2 are included. `proc`, `mount`: usually /proc and
+    /sys/fs/cgroup."""
     for line in read_text(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -151,7 +152,7 @@ def read_text(path: Path) -> str:
 
 
 def processor_name() -> str:
-    """Return the processor's model as /proc/cpuinfo names it; else the machine's architecture."""
+    """Return the processor's model from /proc/cpuinfo; if that has none, the machine's architecture."""
     lines = read_text(Path("/proc/cpuinfo")).splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())
@@ -168,7 +169,8 @@ GOOD, POOR, BAD, UNKNOWN = "ok", "slow", "off", "none"
 @dataclass(frozen=True)
 class Finding:
     """One line of `tiered-zero doctor`. `name`: what was checked. `state`: "ok", "slow" (works, but not at full speed),
-    "off", or "none" (not measured yet). `fix`: what the user can do; "" if nothing."""
+    "off" (does not work), or "none" (not measured yet). `found`: the result. `fix`: what the user can do; "" if
+    nothing."""
 
     name: str
     state: str

@@ -93,6 +93,7 @@ def test_any_mutated_text(base: int, place: float, text: str, removed: int) -> N
         ({"train_batch_size": "9" * 5000}, "train_batch_size: expected a finite number; found '999"),
         ({"tiered_zero": {"host_memory_limit": float("inf")}}, "tiered_zero.host_memory_limit: "),
         ({"tiered_zero": {"host_memory_limit": "1e400GiB"}}, "tiered_zero.host_memory_limit: '1e400GiB' is no size"),
+        ({"tiered_zero": {"host_memory_limit": "-1GiB"}}, "tiered_zero.host_memory_limit: '-1GiB' is no size"),
     ],
 )
 def test_hostile_values(sections: dict[str, Any], text: str) -> None:

@@ -1,4 +1,4 @@
-"""Receive each gradient that autograd has completed, let the user's hooks run, and pass it to the store."""
+"""Pass each gradient that autograd has completed to the gradient store, after the user's hooks have run."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from tiered_zero.layout.flat import Unit
 @final
 @dataclass(eq=False, repr=False)
 class GradientArrivals:
-    """Passes each gradient that autograd has completed to the gradient store, after the user's own hooks. Runs on
-    autograd's thread while the driver thread waits.
+    """Passes each gradient that autograd has completed to the gradient store, after the user's own hooks. Used on the
+    driver thread, or on autograd's while the driver waits.
 
-    The user's hooks find in `param.grad` the sum of this gradient and those of the step's earlier backwards, as in
-    plain PyTorch. The gradient that the hooks leave in `param.grad` is passed to the store when the next gradient
-    arrives or the backward ends.
+    In `param.grad` the user's hooks find the sum of this gradient and those of the step's earlier backwards, as in
+    plain PyTorch. If gradients are sharded or already reduced, they find only this gradient. The gradient that the
+    hooks leave there is passed to the store at the latest when the next gradient arrives or the backward ends.
 
-    `_reducer`: averages gradients over ranks; None on one rank. `_on_unit_complete`: called when every gradient of a
-    unit has arrived in a backward."""
+    `_reducer`: averages gradients over ranks; None on one rank. `_on_unit_complete`: called with a unit when all its
+    gradients of a backward have arrived."""
 
     _store: GradientStore
     _num_micro_batches: int
@@ -38,10 +38,11 @@ class GradientArrivals:
     """Parameters whose gradients are not passed to the store yet, because the user's hooks may still run."""
     _is_engines: bool = field(default=False, init=False)
     _frees_graph: bool = field(default=False, init=False)
-    """Whether a backward that the engine started runs and frees its graph."""
+    """Whether the engine is running a backward that frees its graph."""
     _is_scaled: bool = field(default=False, init=False)
     num_own_backwards: int = field(default=0, init=False)
-    """The number of backwards since `reset` that the engine did not start and that produced gradients."""
+    """The number of backwards that produced gradients and that the engine did not start, since the last step() or
+    `reset`."""
     _is_counted: bool = field(default=False, init=False)
 
     @contextmanager
@@ -60,7 +61,7 @@ class GradientArrivals:
             self._store.end_backward()
 
     def take(self, param: nn.Parameter) -> None:
-        """Pass `param.grad`, which is complete for this backward, to the store, once the user's hooks have run."""
+        """Pass `param.grad`, which this backward has completed, to the store after the user's hooks have run."""
         if self._waiting:
             self._take_waiting()
         if not self._is_engines:
@@ -82,7 +83,7 @@ class GradientArrivals:
             GRAD_SLOT.__set__(param, None)
 
     def note_use(self, units: Sequence[Unit], inputs: Sequence[Any]) -> None:
-        """Record that a forward of a module that owns `units` begins, with the arguments `inputs`. Called on the driver
+        """Record that a module that owns `units` begins a forward with the arguments `inputs`. Called on the driver
         thread, if autograd records the forward or will recompute it."""
         if self._reducer is not None:
             self._reducer.uses.note(units, inputs, self._pass_mark)
@@ -102,8 +103,8 @@ class GradientArrivals:
             mark.is_met = True  # the graph is freed here: a later backward, which reduces, gets no gradient from it
 
     def begin_own_backward(self) -> None:
-        """Begin a backward that the engine did not start. If this backward gathers parameters and produces gradients of
-        them, also begin to reduce the gradients."""
+        """Begin a backward that the engine did not start. Also begin to reduce gradients if parameters are gathered and
+        this backward produces gradients of them."""
         self._is_counted = False
         # Every rank must begin the reduction at the same place among the gathers. The first gradient may come before a
         # gather on one rank and after it on another: the ranks would wait for each other.
@@ -120,13 +121,12 @@ class GradientArrivals:
             return False
 
     def expect(self, scaled: torch.Tensor) -> None:
-        """Record that `engine.scale` has divided the loss `scaled`, so that gradients of its backward are not divided
+        """Record that `engine.scale` has made the loss `scaled`, so that the gradients of this loss are not divided
         again."""
         scaled.register_hook(self._begin_scaled)  # type: ignore[no-untyped-call]
 
     def reset(self) -> None:
-        """Clear the counts of a step. Called when the step's gradients are dropped, or when the update has taken
-        them."""
+        """Clear the counts of a step. Called when the step's gradients are dropped, set to 0 or taken by the update."""
         self._waiting.clear()
         self._is_scaled = False
         self.num_own_backwards = 0
@@ -156,8 +156,8 @@ class GradientArrivals:
         self._store.end_backward()
 
     def _scale(self, param: nn.Parameter) -> None:
-        """Divide a gradient of the user's own `loss.backward()` by `_num_micro_batches`, as DeepSpeed does. Raises
-        ModelError with fp16. Do nothing if the loss comes from `engine.scale`."""
+        """Divide a gradient of the user's own `loss.backward()` by `_num_micro_batches`, as DeepSpeed does. Do nothing
+        if the loss comes from `engine.scale`; else fp16 raises ModelError."""
         if self._is_scaled or not (self._scales_loss or self._num_micro_batches > 1):
             return
         with torch._C.DisableTorchFunctionSubclass():

@@ -23,18 +23,18 @@ _FACTOR = 2.0
 """The factor by which the loss scale changes."""
 
 SQUARES_CHUNK_NUMEL = 1 << 18
-"""The number of squares that are added at once. In fp64 these squares take 2 MiB of extra memory. The number also fixes
-the order of additions."""
+"""The number of squares that are added at once. In fp64 the values and their squares take 2 MiB each. The number also
+fixes the order of additions."""
 
 NONE_BAD = -1
 Norm = float | torch.Tensor
-"""The fp32 norm of a gradient: a float if the gradient is in host memory, a 0-d tensor on the device if it is there."""
+"""The fp32 norm of a gradient: a float, or a 0-d tensor on the device that computed the norm."""
 
 
 def span_squares(values: torch.Tensor, span: range, unit: Unit) -> dict[int, list[torch.Tensor]]:
-    """Return parameter index -> the sums of squares of its gradient, one for each chunk of SQUARES_CHUNK_NUMEL
-    elements: 0-d fp64 tensors on the device of `values`. Does not wait for the device. `values`: [n], elements `span`
-    of the unit's averaged gradients."""
+    """Return the sums of squares of each parameter's gradient, by parameter index. There is one sum for each chunk of
+    SQUARES_CHUNK_NUMEL elements, a 0-d fp64 tensor on the device of `values`. Does not wait for the device. `values`:
+    [n], elements `span` of the unit's averaged gradients."""
     squares: dict[int, list[torch.Tensor]] = {entry.param.index: [] for entry in unit.entries}
     for entry in unit.entries:
         stop = min(entry.stop, span.stop)
@@ -67,7 +67,7 @@ def check_gradients(
     does.
 
     `norms`: in the order of `model.parameters()`. `loss_scale`: the factor by which the gradients are multiplied; the
-    result is without this factor. `max_norm`: the largest norm that is not clipped; 0 does not clip. `device`: the
+    returned norm is without this factor. `max_norm`: the largest norm that is not clipped; 0: never clip. `device`: the
     device of compute, on which the norms are added up. The host waits for this device once."""
     on_host = torch.tensor([norm for _, norm in norms if isinstance(norm, float)], dtype=torch.float32, device="cpu")
     numbers = iter(on_host.to(device).unbind())
@@ -88,7 +88,7 @@ def check_gradients(
 def check_squares(squares: float, first_bad: str | None, loss_scale: float, max_norm: float) -> GradCheck:
     """Check the averaged gradients of many ranks. `squares`: the fp64 sum of squares over all ranks, of gradients
     multiplied by `loss_scale`. `first_bad`: the name of the first parameter with a gradient that is not finite, or
-    None. `max_norm`: the largest norm that is not clipped; 0 does not clip."""
+    None. `max_norm`: the largest norm that is not clipped; 0: never clip."""
     finite = first_bad is None
     norm = math.sqrt(squares) / loss_scale if squares >= 0 else math.nan
     total = torch.tensor(norm, dtype=torch.float64, device="cpu")
@@ -99,15 +99,16 @@ def check_squares(squares: float, first_bad: str | None, loss_scale: float, max_
 class LossScaler:
     """Adapts `scale`, the factor by which the loss is multiplied, at the end of each step.
 
-    fp16.loss_scale > 0 is a fixed scale. 0 means a dynamic scale, which starts at 2**initial_scale_power and doubles
-    every `loss_scale_window` steps without overflow. After the start, and after each doubling, the first `hysteresis` -
-    1 overflows leave the scale unchanged. Each further overflow halves the scale, down to `min_loss_scale`. With
-    `consecutive_hysteresis`, each step without overflow restarts the count of overflows.
+    fp16.loss_scale > 0 is a fixed scale. 0 means a dynamic scale. It starts at 2**initial_scale_power and doubles after
+    every `loss_scale_window` steps without overflow. The first step after the start or an overflow is not counted.
+    After the start, and after each doubling, the first `hysteresis` - 1 overflows leave the scale unchanged. Each
+    further overflow halves the scale, down to `min_loss_scale`. With `consecutive_hysteresis`, each step without
+    overflow restarts the count of overflows.
 
     Source: DeepSpeed 0.19, runtime/fp16/loss_scaler.py, DynamicLossScaler.update_scale."""
 
     def __init__(self, section: Fp16Section) -> None:
-        """Set the first scale. Raises ConfigError if `min_loss_scale` is above it."""
+        """Set the first scale. Raises ConfigError if it is dynamic and below `min_loss_scale`."""
         power, floor = section.initial_scale_power, section.min_loss_scale
         self.dynamic = section.loss_scale == 0
         self.scale = 2.0**power if self.dynamic else float(section.loss_scale)
@@ -152,13 +153,14 @@ class LossScaler:
         self.scale = max(self.scale / _FACTOR, floor)
 
     def state_dict(self) -> dict[str, float | int]:
-        """Return the state as plain numbers. With the same config, `load_state_dict` continues from them exactly."""
+        """Return the state as plain numbers. With the same config, `load_state_dict` continues exactly from this
+        state."""
         counts = {"step": self._step, "last_overflow": self._last_overflow, "credits": self._credits}
         return {"scale": self.scale, **counts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`, the result of `state_dict()`. A fixed scale keeps the config's value. Raises
-        ConfigError if `state` is incomplete or its scale is not finite and above 0."""
+        """Continue from `state`, the result of `state_dict()`. Do nothing if the scale is fixed. Raises ConfigError if
+        `state` is incomplete, or if its scale is not a finite number above 0."""
         if not self.dynamic:
             return
         missing = self.state_dict().keys() - state.keys()
@@ -175,7 +177,7 @@ class LossScaler:
 
 @dataclass(frozen=True, kw_only=True)
 class OverflowCounts:
-    """Counts bad steps: those with gradients that are not finite. `skipped`: all bad steps that were skipped.
+    """The numbers of bad steps (steps with gradients that are not finite). `skipped`: all bad steps that were skipped.
     `skipped_in_a_row`: bad steps skipped since a step was last applied. `nonfinite_in_a_row`: bad steps, skipped or
     applied, since the last step with finite gradients."""
 
@@ -186,9 +188,9 @@ class OverflowCounts:
 
 @final
 class OverflowGuard:
-    """Decides whether to skip a step, and adapts the loss scale. Used on the driver thread. `scaler`: adapts the loss
-    scale; None without fp16. `checks`: whether to skip steps with gradients that are not finite; False applies them, as
-    plain PyTorch does, and logs a warning."""
+    """Decides whether to skip a step, and adapts the loss scale. Used on the driver thread; `loss_scale` also on
+    autograd's. `scaler`: adapts the loss scale; None without fp16. `checks`: whether to skip steps with gradients that
+    are not finite. If False, such steps are applied, as in plain PyTorch, with a warning."""
 
     def __init__(self, scaler: LossScaler | None, checks: bool) -> None:
         self.scaler = scaler
@@ -218,8 +220,8 @@ class OverflowGuard:
         return check.finite or not self._checks
 
     def count(self, check: GradCheck, step: int) -> None:
-        """Count a step that is applied or skipped, and adapt the loss scale. Raises NonFiniteError if training cannot
-        go on; the step is counted all the same."""
+        """Count a step that is applied or skipped, and adapt the loss scale. Raises NonFiniteError, after counting, if
+        the loss scale cannot be lowered or if MAX_SKIPPED_IN_A_ROW steps in a row were skipped."""
         counts = self.counts
         in_a_row = 0 if check.finite else counts.nonfinite_in_a_row + 1
         warns = in_a_row & (in_a_row - 1) == 0  # warn at 1, 2, 4, ... in a row

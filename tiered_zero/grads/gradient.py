@@ -1,10 +1,10 @@
 """Hold the gradients of one unit at their home, and copy them there from the device.
 
-[Note: Waits for gradients] Copies start as gradients come. The lane's stream runs copies in order, so to wait for all
-copies of a unit it is enough to wait for the last one. Autograd's thread waits if too many bytes are in flight. The
-update waits for the gradients that it needs. A window (a host buffer for one unit's gradients that rest on NVMe) is
-written to disk only after the copies into it. To sum gradients in host memory, the reduce lane waits for the copies
-into each staging buffer."""
+[Note: Waits for gradients] Copies start as gradients come. The reduce lane's stream runs copies in order, so it is
+enough to wait for a unit's last copy. Autograd's thread waits if too many bytes are in flight. The update waits for the
+gradients that it needs. A window (a host buffer for one unit's gradients that rest on NVMe) is written to disk only
+after the copies into it have ended. To sum gradients in host memory, the reduce lane waits for the copies into each
+staging buffer."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ from tiered_zero.tiers.step_gradients import FlatWindows, PagedFlat, UnitShare
 from tiered_zero.tiers.tier import Home, Tier
 
 SUM_CHUNK_NUMEL = 1 << 15
-"""The number of elements that the reduce lane adds at once. It is so small that torch adds them on the lane's own
-thread alone."""
+"""The number of elements that the reduce lane adds at once. It is so small that torch uses only the lane's own thread
+to add them."""
 
 BATCH_NBYTES = 1 << 20
-"""A unit's gradients are sent together, in one job, once they reach this size or the unit's last gradient has come. For
-a small gradient, such as that of a bias, a job of its own would cost more time than the copy. Gradients that are summed
-in host memory are sent once they fill a staging buffer, because each of their jobs waits for its copies."""
+"""The size in bytes at which a batch of a unit's gradients is sent, as one job. The unit's last gradient also sends it.
+For a small gradient, such as that of a bias, a job of its own would cost more time than the copy. Gradients that are
+summed in host memory are sent once they fill a staging buffer, because each of their jobs waits for its copies."""
 
 STAGED_ALIGNMENT = 64
 """Alignment in bytes of gradients in one staging buffer: a cache line."""
 
 NUM_KEPT = 4
-"""The number of transferred batches that autograd's thread keeps. That thread frees older batches in the order in which
-they were sent. When the reduce lane freed batches, at varying times, holes of 25 MiB were left in the heap."""
+"""The number of transferred batches that are kept. Autograd's thread frees older batches, in the order in which they
+were sent. If the reduce lane freed them, at varying times, holes of 25 MiB would be left in the heap."""
 
 
 class ExpiredGradient(torch.Tensor):
-    """The class of a `param.grad` that the user has kept beyond its step. Its memory holds other values now, so every
-    use raises ModelError."""
+    """The class of a tensor that the user got as `param.grad`, after it has stopped being the gradient. Its memory may
+    hold other values, so every use raises ModelError."""
 
     @classmethod
     def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -63,15 +63,15 @@ class ExpiredGradient(torch.Tensor):
 
 @dataclass(kw_only=True)
 class UnitGradients:
-    """The gradients of one unit. The elements of sets and the keys of dicts are parameter indices. GradientStore
-    changes the object, on the driver thread or autograd's.
+    """The gradients of one unit. The elements of sets and the keys of dicts are parameter indices. The object is
+    changed on the driver thread or autograd's; the reduce lane sets `norms` and `squares`.
 
-    * `flat`: the gradients, [P] of the unit's dtype, or fp32 if micro-batches are summed; padding is zero. Empty if the
-      gradients are on NVMe, in `paged`. `opened` returns the flat in both cases.
-    * `spare`, `paged_spare`: a second flat, if the update of one step runs under the next backward.
-    * `present`: parameters with a gradient in this step. `arrived`: those with one in this backward. `earlier`: those
-      with one in earlier steps since zero_grad() last set gradients to None.
-    * `norms`: norms computed on arrival. `squares`: sums of squares of averages in this rank's shard, computed on
+    * `flat`: the gradients, 1-D, in the unit's dtype, or in fp32 if micro-batches are summed; padding is zero. Empty if
+      the gradients are on NVMe, in `paged`. `opened` lends them in both cases.
+    * `spare`, `paged_spare`: a second flat, if a step's update runs during the next backward.
+    * `present`: parameters with a gradient in this step. `arrived`: parameters with a gradient in this backward.
+      `earlier`: parameters with a gradient in earlier steps, counted since zero_grad() last set gradients to None.
+    * `norms`: norms of gradients. `squares`: sums of squares of averages in this rank's shard. Most are computed on
       arrival.
     * `last`: the last transfer of gradients to their home. `frozen`: whether the update of these gradients has begun.
     * `shown`: the tensors that users got as `param.grad`: views of the flat; copies, with a loss scale or on NVMe; or
@@ -79,9 +79,9 @@ class UnitGradients:
     * `zeroed`: parameters whose gradient was set to 0, so that the next gradient replaces it.
     * `shard`: the elements of the unit that are in `flat`, if these are only this rank's shard; None if `flat` has all.
     * `num_sums`: the number of reductions of this step whose averages are in `flat`. At 0, a shard in `flat` is
-      undefined.
-    * `waiting`: gradients [numel] of this rank that no bucket has copied yet; fp32 if they are sums. They wait here if
-      `flat` holds a shard, or averages."""
+      undefined, except after `set_zero`.
+    * `waiting`: this rank's gradients [numel] that no bucket has copied yet; fp32 if they are sums. They wait here if
+      `flat` holds a shard or averages."""
 
     unit: Unit
     flat: torch.Tensor
@@ -116,9 +116,9 @@ class UnitGradients:
         windows: FlatWindows | None = None,
         cuts: Iterable[int] = (),
     ) -> UnitGradients:
-        """Reserve one slot of `nbytes` on `tier`, or two with `has_spare`. `windows`: lends host memory to gradients on
-        NVMe; not needed on other tiers. `cuts`: the first element, in the unit's flat, of each part that the update
-        reads."""
+        """Reserve a slot of `nbytes` on `tier`, or two with `has_spare`; none for 0. `windows`: lends host memory to
+        gradients on NVMe; not needed on other tiers. `cuts`: the elements of the unit's flat at which the parts that
+        the update reads begin."""
         start = 0 if shard is None else shard.start
         numel = unit.numel if shard is None else len(shard)
         padding = tuple(_padding(unit)) if shard is None else ()
@@ -153,18 +153,17 @@ class UnitGradients:
         return "device" if self.on_device else "host"
 
     def storages(self) -> set[int]:
-        """Return the identities of the memory of both flats."""
+        """Return the identities of the storages of both flats."""
         return {flat.untyped_storage()._cdata for flat in (self.flat, self.spare) if flat is not None}
 
     @cached_property
     def start(self) -> int:
-        """The first element of the unit's flat that `flat` holds."""
+        """The position in the unit's flat of the first element of `flat`."""
         return 0 if self.shard is None else self.shard.start
 
     @property
     def holds_sums(self) -> bool:
-        """Whether this rank has gradients in fp32: one in `waiting`, or all in `flat` if `flat` holds the whole
-        unit."""
+        """Whether this rank has fp32 gradients in `waiting`, or in a `flat` that holds the whole unit."""
         own = [*([self.flat] if self.shard is None else []), *self.waiting.values()]
         return any(values.dtype == torch.float32 for values in own)
 
@@ -181,8 +180,8 @@ class UnitGradients:
     def submit(
         self, lane: Lane, job: Callable[[], None], after: Sequence[Transfer], holds: Sequence[torch.Tensor]
     ) -> Transfer:
-        """Submit a job that launches copies to the tensor of `opened`, and return its transfer. `after`: transfers that
-        the job waits for. `holds`: device tensors that the job reads."""
+        """Submit to `lane` a job that launches copies to the tensor that `opened` lends, and return the job's transfer.
+        `after`: transfers that the job waits for. `holds`: device tensors that the job reads."""
         if (paged := self.paged) is None:
             return lane.submit(job, after=after, holds=holds, waits=False)
         transfer = LaneTransfer(launched=threading.Event())
@@ -228,7 +227,7 @@ class UnitGradients:
             self.paged = self.paged.next()
 
     def wait_transfers(self) -> None:
-        """Block until every gradient that was sent to its home is there. Raises transfer errors."""
+        """Block until every gradient that was sent has reached its home. Raises transfer errors."""
         if self.last is not None:
             self.last.wait()
 
@@ -238,9 +237,9 @@ class UnitGradients:
             return entry.param.view(flat[entry.start : entry.stop]).to(dtype or flat.dtype, copy=True)
 
     def show(self, entry: FlatEntry, loss_scale: float) -> torch.Tensor:
-        """Return the tensor that users get as `param.grad`; it is the same object until the step ends. This is the
-        tensor that the user has assigned, or else a view of `flat`. With a loss scale, or on NVMe, it is an unscaled
-        copy instead of a view."""
+        """Return the tensor that users get as `param.grad`: the tensor that the user has assigned, or else a view of
+        `flat`. With a loss scale, or on NVMe, return an unscaled copy instead of a view. Until the next backward or
+        step, each call returns the same object."""
         index = entry.param.index
         if index not in self.assigned:
             self.wait_transfers()
@@ -273,7 +272,7 @@ class UnitGradients:
         return found
 
     def entries_present(self) -> dict[int, torch.Tensor]:
-        """Return parameter index -> a view [numel] of its gradient in the flat, for each parameter that has one."""
+        """Return views [numel] of the gradients in `flat`, by parameter index; only for parameters with a gradient."""
         present = (entry for entry in self.unit.entries if entry.param.index in self.present)
         return {entry.param.index: self.flat[entry.start : entry.stop] for entry in present}
 
@@ -335,7 +334,7 @@ class UnitGradients:
             self.norms[entry.param.index] = torch.linalg.vector_norm(value, 2, dtype=torch.float32)
 
     def set_zero(self) -> None:
-        """Set to 0 the gradients of `present` and `earlier` parameters."""
+        """Set the gradients of the parameters in `present` and `earlier` to 0."""
         self.wait_transfers()
         self.present |= self.earlier
         self.waiting.clear()
@@ -357,8 +356,8 @@ class UnitGradients:
         self.norms.clear()
 
     def expire_views(self, indices: Iterable[int] | None = None) -> None:
-        """Make the tensors that users hold as `param.grad` raise ModelError at every use, because other values will
-        take their memory. `indices`: the parameters; None: all."""
+        """Make tensors that users got as `param.grad` raise ModelError at every use, because other values will take
+        their memory. Tensors that users assigned stay usable. `indices`: of the parameters; None: all."""
         for index in tuple(self.shown) if indices is None else indices:
             view = self.shown.pop(index, None)
             if view is not None and index not in self.assigned:
@@ -408,7 +407,7 @@ class Arrival:
 @final
 class GradientBatch(Transfer):
     """The transfer of several gradients of one unit to their home, by one job. `measures`: whether to compute their
-    norms. `send`: submits the job; `wait` calls it if the job is not submitted yet."""
+    norms. `send`: submits the job; `wait` calls `send` if the job is not submitted yet."""
 
     def __init__(self, gradients: UnitGradients, measures: bool, send: Callable[[], None]) -> None:
         self.gradients, self.measures = gradients, measures
@@ -443,8 +442,8 @@ class InFlightGradients:
     ended). Used on the driver thread or autograd's."""
 
     def __init__(self, runtime: Runtime, limit_nbytes: int, staging: StagingPool | None, norms: GradNorm) -> None:
-        """`limit_nbytes`: if more bytes are in flight, autograd waits for the oldest gradients. `staging`: buffers for
-        sums in host memory."""
+        """`limit_nbytes`: the most bytes in flight; above it, autograd's thread waits for the oldest gradients.
+        `staging`: buffers for sums in host memory."""
         self._accelerator, self._recorder, self._ledger = runtime.accelerator, runtime.recorder, runtime.ledger
         self._span = runtime.accelerator.timer(runtime.recorder)
         self._limit_nbytes = limit_nbytes
@@ -494,14 +493,15 @@ class InFlightGradients:
         self._batches.append(batch)
 
     def _measure_on_device(self, batch: GradientBatch) -> None:
-        """Start to compute, on the device, the norms of gradients in the batch, except of those that are added to
-        earlier gradients."""
+        """Start to compute the norms of the batch's gradients on the device. Skip gradients that are added to earlier
+        ones."""
         new = [arrival for arrival in batch.arrivals if not arrival.adds]
         norms = self._norms.on_device([arrival.source for arrival in new])
         batch.gradients.norms.update((arrival.index, norm) for arrival, norm in zip(new, norms, strict=True))
 
     def _bring(self, batch: GradientBatch) -> None:
-        """Launch the copies of a batch; wait only for sums in host memory. Runs on the reduce lane."""
+        """Launch the copies of a batch. Wait only to add or convert gradients in host memory, or for a window. Runs on
+        the reduce lane."""
         gradients, norms = batch.gradients, batch.gradients.norms
         on_device = not batch.arrivals[0].source.is_cpu
         for arrival in batch.arrivals:
@@ -571,7 +571,7 @@ class InFlightGradients:
                 load.lease.release()
 
     def _loads(self, copies: Sequence[GradCopy]) -> Iterator[list[tuple[int, GradCopy]]]:
-        """Cut `copies` into parts that fit into staging buffers. Yield one list for each buffer, of pairs: the part's
+        """Cut `copies` into parts that fit into staging buffers. Yield for each buffer a list of pairs: the part's
         first byte in the buffer, and the part."""
         room = 0 if self._staging is None else self._staging.buffer_nbytes
         parts: list[tuple[int, GradCopy]] = []
@@ -611,7 +611,7 @@ class InFlightGradients:
         self._wait(-1)  # -1: also for transfers of 0 bytes
 
     def drain(self) -> None:
-        """Wait for every transfer, also after one has failed. Raises the first error."""
+        """Wait for every transfer, even if some fail, then raise the first error."""
         failure: Exception | None = None
         while self._batches or self._open is not None:  # each failure ends one wait, and its batch is removed
             try:
@@ -633,8 +633,8 @@ class InFlightGradients:
         self._ledger.correct("device", "gradient_in_flight", 0)
 
     def _wait(self, allowed_nbytes: int) -> None:
-        """Wait for the oldest batches, and free their gradients, until at most `allowed_nbytes` are in flight or not
-        freed yet."""
+        """Wait for the oldest batches, and free their gradients, until at most `allowed_nbytes` of gradients are not
+        freed."""
         while self._batches or self._open is not None:
             is_over = self._in_flight_nbytes > allowed_nbytes
             if not self._batches:
@@ -665,8 +665,8 @@ class InFlightGradients:
         return next(batch for batch in reversed(self._batches) if batch.gradients is oldest.gradients)
 
     def _free(self, num_kept: int, allowed_nbytes: int) -> None:
-        """Free transferred batches, oldest first, until at most `num_kept` and at most `allowed_nbytes` are left. Does
-        not wait."""
+        """Free transferred batches, oldest first, until at most `num_kept` batches of `allowed_nbytes` in total are
+        left. Does not wait."""
         while len(self._transferred) > num_kept or (self._transferred and self._transferred_nbytes > allowed_nbytes):
             freed = self._transferred.popleft()
             freed.arrivals.clear()

@@ -1,13 +1,13 @@
-"""Average gradients over ranks, in buckets (memory for the gradients of several units), in the order of
+"""Average gradients over ranks, in buckets (arrays with gradients of one or more units), in the order of
 `layout.buckets`.
 
-Buckets are reduced in backward if each rank keeps only its shard of gradients, or with `overlap_comm`; else in step().
-Backward has passed a unit when it will produce no more gradients of the unit. A bucket that is reduced in backward
-waits until backward has passed all its units.
+Buckets are reduced in backward if each rank keeps only its shard of gradients, or with `overlap_comm` and gradients on
+the device; else in step(). Backward has passed a unit when it will produce no more gradients of the unit. A bucket that
+is reduced in backward waits until backward has passed all its units, or ends.
 
-Ranks first agree on the buckets to reduce. All ranks make the same choice, and all reduce and gather in the same order,
-because neither depends on when a gradient or a transfer is complete. See [Note: Places of reductions] and [Note: Order
-of sums over ranks]."""
+Ranks first agree on the buckets to reduce. All ranks reduce and gather in the same order, because the order does not
+depend on when a gradient or a transfer is complete. See [Note: Places of reductions] and [Note: Order of sums over
+ranks]."""
 
 from __future__ import annotations
 
@@ -37,17 +37,16 @@ _SQUARES = struct.Struct("<dqI")
 _BACKWARD, _STEP = b"b", b"s"
 
 NO_MARK = 1 << 62
-"""A number greater than that of any mark."""
+"""A number above the numbers of all marks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
     """How gradients are reduced. `buckets`: all buckets, in the order of their reduction. `gathers`: whether every rank
-    gets the whole average, not only its shards of it. `before`: what gradients are divided by before they are summed.
-    `after`: what the sums are divided by. `dtype`: the dtype of the sums; None: that of the gradients. `overlaps`:
-    whether backward goes on while a bucket is reduced. `shards_params`: whether parameters are sharded, and
-    gathered in backward. `in_backward`: whether unsharded gradients are reduced in the last backward of a step; if
-    False, in step()."""
+    gets the whole average, not only its shards of it. `before`: the divisor of gradients before the sum. `after`: the
+    divisor of the sums. `dtype`: the dtype of the sums; None: the dtype of the gradients. `overlaps`: whether backward
+    goes on while a bucket is reduced. `shards_params`: whether parameters are sharded, and gathered in backward.
+    `in_backward`: whether unsharded gradients are reduced in the last backward of a step; if False, in step()."""
 
     buckets: Sequence[Bucket]
     gathers: bool
@@ -64,13 +63,13 @@ class GradientReducer:
     """Averages the gradients of all ranks, bucket by bucket. Used on the driver thread, or on autograd's while the
     driver waits.
 
-    After a reduction each rank's shard of a unit's flat holds the average. A parameter with a gradient on any rank then
-    has a gradient on all ranks, because ranks without one add zeros.
+    After a reduction each rank's shard of a unit's flat holds the average. In step(), a parameter with a gradient on
+    any rank gets one on all ranks, because ranks without one add zeros.
 
     [Note: Gradients of shards] If each rank keeps only its shards of gradients, every backward reduces buckets, in
     order:
-    * If parameters are whole, a bucket is reduced once this rank's gradients of its units are complete.
-    * If backward gathers parameters, a bucket is reduced once backward has passed its units.
+    * If parameters are whole, a bucket is reduced once this rank's gradients of the bucket's units are complete.
+    * If backward gathers parameters, a bucket is reduced once backward has passed the bucket's units.
     * When backward ends, the remaining buckets are reduced as they are.
 
     A gradient that comes after its bucket was reduced waits for step(), or for the next backward, which reduces it
@@ -121,14 +120,15 @@ class GradientReducer:
         parts = [part for bucket in reduction.buckets for part in bucket.parts]
         self._bucket_order = [part.unit for part in parts if part.is_first]
         self._wide: frozenset[Unit] = frozenset()
-        """Units that are reduced in fp32, because some rank adds up gradients of several backwards."""
+        """Units for which some rank sums gradients of several backwards. They are reduced in fp32, unless
+        `Reduction.dtype` is set."""
         self.is_open = False
-        """Whether a backward that reduces has begun and not ended."""
+        """Whether a backward that reduces gradients is running."""
         self._is_last = False
         """Whether the running reductions are the last ones of the step, made in its last backward or in step()."""
         self._num_backwards = self._num_steps = 0
-        """`_num_backwards`: the number of backwards that have reduced gradients since the last step(). `_num_steps`:
-        the number of steps that have."""
+        """`_num_backwards`: the number of backwards since the last step() that began to reduce. `_num_steps`: the
+        number of calls of `check` that have returned."""
 
     def close(self) -> None:
         """Drop the memory of gradients and buckets."""
@@ -138,7 +138,8 @@ class GradientReducer:
     # -- in backward ---------------------------------------------------------------------------------------------------
 
     def note_backward(self, unit: Unit) -> None:
-        """Record that a backward begins to use a gathered unit, and reduce the next buckets whose units are passed."""
+        """Record that a backward begins to use a gathered unit, and reduce the next buckets whose units it has
+        passed."""
         self.order.note_backward(unit)
         while self._queue and not any(map(self.order.is_awaited, self._queue[0].units)):
             self._reduce(self._queue.popleft())
@@ -149,9 +150,9 @@ class GradientReducer:
         return self.is_sharded or self._reduction.in_backward
 
     def begin_backward(self, *, is_last: bool) -> None:
-        """Agree with the other ranks which units this backward reduces. Do nothing inside another backward, or if
-        step() reduces. `is_last`: whether it is the step's last backward; equal on all ranks. Raises RankError if
-        ranks make different calls."""
+        """Agree with the other ranks which units this backward reduces. Do nothing inside another backward, or if this
+        backward reduces nothing. `is_last`: whether it is the step's last backward; equal on all ranks. Raises
+        RankError if ranks make different calls."""
         if self.is_open or not (self.is_sharded or (is_last and self._reduction.in_backward)):
             return
         self.is_open = True
@@ -194,7 +195,7 @@ class GradientReducer:
         self.uses.end_backward(self._units.values())
 
     def abort(self) -> None:
-        """Drop the backward that is under way. Every rank calls this."""
+        """Drop the backward that is under way, if any. Called when the step is dropped."""
         self._queue.clear()
         self._sources.clear()
         self.uses.abort()
@@ -216,7 +217,7 @@ class GradientReducer:
         self._adding = frozenset(unit for unit in self._receiving if self._units[unit].num_sums)
 
     def _widen(self, flags: Iterable[bool]) -> None:
-        """Set the units that are reduced in fp32. `flags`: one for each unit, equal on all ranks."""
+        """Set `_wide`. `flags`: for each unit, whether it belongs to `_wide`; equal on all ranks."""
         self._wide = frozenset(unit for unit, is_wide in zip(self._units, flags, strict=True) if is_wide)
 
     # -- in step() -----------------------------------------------------------------------------------------------------
@@ -229,8 +230,9 @@ class GradientReducer:
         max_norm: float,
         group_values: Sequence[Mapping[str, str]] = (),
     ) -> GradCheck:
-        """Reduce the remaining gradients of this step, and check the averages. The result is equal on all ranks. Raises
-        RankError if steps or `group_values`, the values of param groups, differ between ranks."""
+        """Reduce the remaining gradients of this step, and check the averages. The result is equal on all ranks.
+        `group_values`: the values of param groups. Raises RankError if these, or the counts of steps, differ between
+        ranks."""
         with self._runtime.recorder.span("compute", "reduce_ranks"):
             self._is_last = True
             self._reduce_all(self._agree_on_presence(micro_steps, global_steps))
@@ -346,7 +348,8 @@ class GradientReducer:
                 self._reduce(bucket)
 
     def _reduce(self, bucket: Bucket) -> None:
-        """Start to reduce a bucket and to move its sums to their homes."""
+        """Start to reduce a bucket and to move its sums to their homes. Without `Reduction.overlaps`, also wait for
+        this."""
         for unit in bucket.units & self._receiving:
             if self._waits_apart(unit) and unit not in self._sources:
                 self._sources[unit] = self._units[unit].take_waiting()
@@ -377,7 +380,7 @@ class GradientReducer:
         return torch.float32 if bucket.units & self._wide else own
 
     def _pack(self, bucket: Bucket, packed: torch.Tensor) -> None:
-        """Fill a bucket with this rank's gradients, divided by `Reduction.before`; with zeros where there is no
+        """Fill a bucket with this rank's gradients, divided by `Reduction.before`. Write zeros where there is no
         gradient."""
         for part in bucket.parts:
             unit, is_apart = part.unit, self._waits_apart(part.unit)
@@ -438,7 +441,7 @@ class GradientReducer:
 
 
 def _on_host(numbers: Sequence[torch.Tensor]) -> list[float]:
-    """Return the values of 0-d tensors, in their order. Copy the values on the device to the host together."""
+    """Return the values of 0-d tensors, in their order. Copy the values on the device to the host in one copy."""
     on_device = [number for number in numbers if not number.is_cpu]
     came = iter(torch.stack(on_device).tolist() if on_device else ())
     return [float(number) if number.is_cpu else next(came) for number in numbers]
@@ -446,8 +449,8 @@ def _on_host(numbers: Sequence[torch.Tensor]) -> list[float]:
 
 @final
 class BucketMemory:
-    """The memory of buckets: arrays [n] uint8. Each array is free, or holds a bucket that is being reduced. The number
-    of arrays limits the memory that gradients take on the device. Used on the thread of the reducer."""
+    """The memory of buckets: arrays [n] uint8. Each array is free, or holds a bucket that is being reduced. Used on the
+    reducer's threads."""
 
     def __init__(self, memory: Sequence[torch.Tensor], runtime: Runtime) -> None:
         self._runtime = runtime
@@ -468,12 +471,14 @@ class BucketMemory:
         self._under_way.append((memory, received))
 
     def finish_all(self) -> None:
-        """Wait until the sums of every bucket are at their homes."""
+        """Wait until the sums of every bucket are at their homes. For buckets on the device, compute's stream waits
+        instead of the host."""
         while self._under_way:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        """Wait until the sums of the oldest bucket are at their homes, and free its array."""
+        """Wait until the sums of the oldest bucket are at their homes, and free its array. On the device, compute's
+        stream waits."""
         memory, received = self._under_way.popleft()
         with self._runtime.recorder.span("compute", "wait_grad"):
             if self.on_device:
@@ -534,9 +539,10 @@ class UnitUses:
     module that owns units. A backward that meets a mark has passed that call and all later ones. A unit is passed when
     backward has passed all of its calls.
 
-    A call has no mark if autograd has computed none of its inputs (token ids). A use of a parameter outside of its
-    module has no mark either. A unit without marks is passed once all of its parameters that ever had a gradient have
-    one in this backward. A gradient that comes later waits in the gradient store, which costs only memory and time."""
+    A call has no mark if autograd has computed none of its inputs, for example token ids. A unit with such a call is
+    passed once all of its parameters that ever had a gradient have one in this backward. A use of a parameter outside
+    of its module is not noted. A gradient that comes later waits in the gradient store, which costs only memory and
+    time."""
 
     def __init__(self) -> None:
         self._numbers = count()
@@ -550,8 +556,8 @@ class UnitUses:
         """Unit -> indices of its parameters that ever had a gradient."""
 
     def note(self, units: Iterable[Unit], inputs: Sequence[Any], on_met: Callable[[UseMark], None]) -> None:
-        """Record that the forward of a module that owns `units` begins, and put a mark on one of its arguments
-        `inputs`. A backward that reaches the mark calls `on_met`."""
+        """Record that the forward of a module that owns `units` begins, and put a mark on the first of `inputs`, its
+        arguments, that autograd has computed. A backward that reaches the mark calls `on_met`."""
         # an input that autograd has computed: hooks of leaves do not run in the order of forward
         marked = next((each for each in inputs if isinstance(each, torch.Tensor) and each.grad_fn is not None), None)
         if marked is not None:
@@ -572,7 +578,7 @@ class UnitUses:
         return bool(self._marks.get(unit)) or unit in self._unmarked
 
     def is_complete(self, each: UnitGradients) -> bool:
-        """Return whether the running backward brings no more gradients of the unit on this rank."""
+        """Return whether the running backward will produce no more gradients of the unit on this rank."""
         unit = each.unit
         if not self.is_expected(unit) or len(each.arrived) == len(unit.entries):
             return True
@@ -593,7 +599,7 @@ class UnitUses:
         self._unmarked.clear()
 
     def abort(self) -> None:
-        """Clear everything. Called when the step is dropped and no backward runs any more."""
+        """Forget all uses and marks. Called when the step is dropped and no backward runs any more."""
         self._front = NO_MARK
         self._marks.clear()
         self.end_step()
@@ -601,17 +607,18 @@ class UnitUses:
 
 @final
 class UseOrder:
-    """Decides when backward has passed a unit, only by the order in which units are used. Serves parameters that are
+    """Decides when backward has passed a unit, only from the order in which units are used. Serves parameters that are
     gathered in backward. Used on the driver thread, or on autograd's while the driver waits.
 
-    [Note: Places of reductions] At stage 3 gathers and reductions are collectives of one group, so every rank must make
-    them in one order. All ranks gather units in the same order ([Note: Order of gathers]). But which gradients come,
-    and when, depends on the rank, for example on its experts. So a unit's buckets are reduced when backward begins to
-    use a unit of another module, before that unit's gather. Gradients that come later wait for the next backward.
+    [Note: Places of reductions] At stage 3 gathers and reductions are collectives of one group, so every rank must call
+    them in the same order. All ranks gather units in the same order ([Note: Order of gathers]). But ranks may get
+    different gradients, at different times, for example with experts. So a unit's buckets are reduced when backward
+    begins to use a unit of another module, before that unit's gather. Gradients that come later wait for the next
+    backward or step().
 
-    A unit is passed once backward has used it as often as forward did and begins to use a unit of another module: units
-    of one module, which differ in dtype, take turns. A unit that backward does not use is passed together with the next
-    unit in the order of buckets. The buckets of all other units are reduced at the end of backward."""
+    A unit is passed once backward has used it as often as forward did, and begins to use a unit of another module,
+    because units of one module take turns. A unit that backward does not use is passed together with a later unit in
+    the order of buckets. The buckets of all other units are reduced at the end of backward."""
 
     def __init__(self) -> None:
         self._left: Counter[Unit] = Counter()
@@ -623,7 +630,8 @@ class UseOrder:
         """Units that this backward has used."""
 
     def note_forward(self, unit: Unit) -> None:
-        """Record that a forward begins to use the unit. Called for a forward that autograd records or recomputes."""
+        """Record that a forward begins to use the unit. Called for a forward that autograd records or will
+        recompute."""
         self._left[unit] += 1
 
     def is_expected(self, unit: Unit) -> bool:

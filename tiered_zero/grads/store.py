@@ -70,9 +70,10 @@ class GradientStore:
         which gradients at their homes are multiplied."""
         self._units = {gradients.unit: gradients for gradients in units}
         self._places = {param: (self._units[unit], entry) for param, (unit, entry) in params.items()}
-        """Parameter -> its unit's gradients and its place in the unit. Parameters without elements are not in it."""
+        """Parameter -> its unit's gradients and its place in the unit. Empty parameters that belong to no unit are not
+        in it."""
         self._storages = {storage for each in self._units.values() for storage in each.storages()}
-        """The identities of the memory of all homes, to recognize views of them."""
+        """The identities of the storages of all homes in memory, to recognize tensors that are views of a home."""
         self._windows = {each.paged.windows for each in self._units.values() if each.paged is not None}
         """The windows (buffers in host memory) of gradients that rest on NVMe."""
         self._inventory, self._in_flight = inventory, in_flight
@@ -82,7 +83,7 @@ class GradientStore:
         self._measures_norms = True
         self.is_shown = False
         """Whether parameters in use read and assign `param.grad` at its home. True while there are gradients and no
-        call of the engine runs."""
+        forward or backward of the engine runs."""
         self._hidden_by_ranks = _HIDDEN_BY_RANKS if runtime.collectives.world_size > 1 else None
         self._hidden: str | None = self._hidden_by_ranks
         """Why `param.grad` cannot be read or assigned now, for the error; None if it can."""
@@ -92,13 +93,13 @@ class GradientStore:
     # -- filling -----------------------------------------------------------------------------------------------------
 
     def begin_backward(self, *, is_last: bool) -> None:
-        """Begin a backward. `is_last`: whether it is the step's last one. Norms are computed on arrival only in the
-        last one."""
+        """Begin a backward. `is_last`: whether to compute norms on arrival. True only in the step's last backward, on
+        one rank."""
         self._measures_norms = is_last
 
     def accumulate(self, param: nn.Parameter) -> Unit | None:
-        """Move the gradient that autograd has left on `param` to its home, and add it to earlier ones of this step.
-        Return the unit if it now has all gradients of this backward; else None."""
+        """Move the gradient that autograd has left on `param` to its home, or keep it for a bucket. Add it to an
+        earlier gradient there. Return the unit if it now has all gradients of this backward; else None."""
         with torch._C.DisableTorchFunctionSubclass():
             grad: torch.Tensor | None = GRAD_SLOT.__get__(param)
             GRAD_SLOT.__set__(param, None)
@@ -125,8 +126,8 @@ class GradientStore:
         return unit
 
     def _store(self, gradients: UnitGradients, entry: FlatEntry, source: torch.Tensor) -> None:
-        """Copy or add `source`, a gradient [numel], to its home. Called only if the home holds all of the unit's
-        gradients."""
+        """Copy or add `source`, a gradient [numel], to its home. Called only if the home holds the whole unit and no
+        averages."""
         index = entry.param.index
         if not gradients.arrived:  # else the unit's first gradient of this backward has waited already
             self.wait_update(gradients.unit)
@@ -160,8 +161,8 @@ class GradientStore:
         waiting[index] = source
 
     def free_taken(self, taken: Mapping[int, torch.Tensor]) -> None:
-        """Subtract the bytes of `taken` from the ledger: buckets have copied these gradients, and their memory is
-        free."""
+        """Subtract the bytes of `taken` from the ledger. `taken`: gradients that buckets have copied, or that are
+        dropped."""
         self._ledger.discharge("device", "gradient_in_flight", sum(source.nbytes for source in taken.values()))
 
     def receive(
@@ -178,9 +179,9 @@ class GradientStore:
         """Start to move reduced gradients to elements `span` of their unit's flat, and return the transfer. Used on the
         driver thread or autograd's.
 
-        `source`: [n], complete once `after` is done, and read until the returned transfer is done. `adds`: add it in
-        fp32 to earlier reductions of this step. `divisor`: divides `source` first, in place. `measures`: also sum the
-        squares of the new gradients, unless a `source` on the device is added."""
+        `source`: [n], complete once `after` is done, and read until the returned transfer is done. `adds`: add `source`
+        in fp32 to earlier reductions of this step. `divisor`: divides `source` first, in place. `measures`: also sum
+        the squares of the stored averages, unless a `source` on the device is added."""
         unit, squares = gradients.unit, gradients.squares
         self.wait_update(unit)
         if adds:
@@ -236,14 +237,14 @@ class GradientStore:
             gradients.arrived.clear()
 
     def wait_update(self, unit: Unit) -> None:
-        """Block until the unit's last update no longer needs its gradients. Raises the error of a failed update."""
+        """Block until the unit's last update has read the unit's gradients. Raises the error of a failed update."""
         update = self._inventory.last_update(unit)
         if update is not None and not update.written.done():
             with self._recorder.span("compute", "wait_update", unit.name):
                 update.computed.wait()
 
     def wait_transfers(self) -> None:
-        """Block until every gradient that has come is at its home."""
+        """Block until every gradient that has come is at its home, and all running writes to NVMe are complete."""
         self._in_flight.wait_all()
         for gradients in self._units.values():
             if gradients.shard is not None or gradients.num_sums:
@@ -253,7 +254,7 @@ class GradientStore:
 
     def promote(self, gradients: UnitGradients, why: str = _SECOND_BACKWARD) -> None:
         """Convert the unit's gradients to fp32, because a sum in 16 bits loses digits. `why`: the warning to log when
-        memory beyond the plan is first used."""
+        memory beyond the plan is first used. Raises ModelError if the gradients rest on NVMe in 16 bits."""
         if gradients.flat.dtype == torch.float32:
             return
         if gradients.paged is not None:
@@ -290,7 +291,7 @@ class GradientStore:
         gradients.frozen = True
 
     def keep(self, unit: Unit) -> None:
-        """If a unit's gradients rest on NVMe, keep them in host memory until the running update has read them."""
+        """Keep the window of a unit's gradients that rest on NVMe, if they have one, for the running update to read."""
         if (flat := self._units[unit].paged) is not None:
             self._accelerator.lane("reduce").submit(partial(flat.windows.keep, flat), waits=False)
 
@@ -354,18 +355,18 @@ class GradientStore:
         return any(map(_PRESENT, self._units.values()))
 
     def serve(self) -> None:
-        """Make `param.grad` read and assign the gradient at its home. For guarded parameters it always does so, for
-        parameters in use only while `is_shown`."""
+        """Make `param.grad` read and assign the gradient at its home. Guarded parameters always do so; parameters in
+        use do so only while `is_shown`."""
         set_gradient_home(self._places, self)
 
     def show(self) -> None:
-        """Let users read the gradients as `param.grad`, if there are gradients. Called when a forward or a backward has
-        ended."""
+        """Let users read and assign gradients as `param.grad` of parameters in use, if there are gradients. Called
+        after a forward or backward, or after `zero`."""
         self.is_shown = self.has_gradients
 
     def hide(self) -> None:
-        """Hide gradients from users. Called when a forward, a backward or a step begins, and when gradients are
-        dropped."""
+        """Make `param.grad` of parameters in use autograd's own attribute. Called before the engine's forward or
+        backward, and when gradients are dropped."""
         self.is_shown = False
 
     def set_hidden(self, updates_in_backward: bool = False) -> None:
@@ -376,7 +377,7 @@ class GradientStore:
     def read(self, param: nn.Parameter) -> torch.Tensor | None:
         """Return the value of `param.grad` between backward and step(): a view of the gradient's home, or None without
         a gradient. With a loss scale, return an unscaled fp32 copy instead; on NVMe, return a copy. If the user changes
-        a copy, the change is written to the home later. Raises ModelError while gradients are hidden. Used on the
+        a copy, the change is written to the home later. Raises ModelError if `set_hidden` forbids access. Used on the
         driver thread."""
         if (place := self._places.get(param)) is None or place[1].param.index not in place[0].present:
             return None
@@ -386,8 +387,8 @@ class GradientStore:
     def assign(self, param: nn.Parameter, value: torch.Tensor | None) -> None:
         """Make `value` the gradient of `param`, as `param.grad = value` does; None drops the gradient. `value` itself
         may be kept, without a copy, until step(). With a loss scale, `value` is the unscaled gradient, and may be fp32.
-        Raises ModelError if the shape, dtype or device of `value` does not fit, and while gradients are hidden. Used on
-        the driver thread."""
+        Raises ModelError if the shape, dtype or device of `value` does not fit, or if `set_hidden` forbids access to
+        gradients of a backward. Used on the driver thread."""
         if (place := self._places.get(param)) is None:
             return
         gradients, entry = place
@@ -419,7 +420,7 @@ class GradientStore:
         gradients.assign(entry, value)
 
     def collect_assigned(self) -> None:
-        """Copy to its home each gradient that users have assigned or changed. Called before a step."""
+        """Copy each gradient that users have assigned or changed to its home. Called when a step begins."""
         for param, grad in self.take_unstored():
             self.assign(param, grad)
         for gradients in self._units.values():
@@ -436,7 +437,7 @@ class GradientStore:
         return {param: grad for param, grad in found.items() if grad is not None}
 
     def store_shown(self, gradients: UnitGradients) -> None:
-        """Copy to its home each gradient of a unit that the user has assigned, or has changed in the copy that
+        """Copy each gradient of a unit to its home if the user has assigned it, or has changed the copy that
         `param.grad` returned."""
         for entry in gradients.unit.entries if self._hidden is not None else ():
             if entry.param.index in gradients.assigned:

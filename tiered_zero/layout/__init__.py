@@ -1,6 +1,6 @@
 """Compute the layout of parameters: which ones move together, where each lies, and how the optimizer cuts them.
 
-Promise: pure functions, which allocate nothing and do no I/O. Owner: the run's specification and the planner call them
-once. Never: imports torch, touches device memory, files or gradients. This folder reads only the `itemsize` of a torch
-dtype, and only slices and views tensors.
+Promise: functions do no I/O and keep no state; only an `ExtentMap` changes. Owner: the run's specification keeps units
+and sub-groups; the maker of an `ExtentMap` keeps it. Never: imports torch, opens files, or computes with tensors.
+`ParamSpec` and `Segment` only slice, view or reorder the tensors that they are given.
 """

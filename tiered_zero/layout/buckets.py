@@ -54,8 +54,7 @@ class Bucket:
         return frozenset(part.unit for part in self.parts)
 
     def nbytes(self, itemsize: int) -> int:
-        """Return the bytes of the bucket and of the buffer that follows the bucket in memory and receives rows from
-        other ranks."""
+        """Return the bytes of the bucket and of the buffer after it in memory, which receives rows from other ranks."""
         row_numel = max(stop - start for start, stop in pairwise(self.bounds))
         num_others = len(self.bounds) - 2
         # the rows of all others up to SHARED_NUMEL elements, and at least one row
@@ -64,7 +63,8 @@ class Bucket:
 
 
 def cut_buckets(units: Sequence[Unit], world_size: int, bucket_numel: int) -> list[Bucket]:
-    """Cut trainable `units`, in the order of a forward, into buckets of at most about `bucket_numel` elements."""
+    """Cut the gradients of trainable units into buckets of at most about `bucket_numel` elements, last unit first.
+    `units`: in the order of a forward."""
     row_numel = max(1, bucket_numel // world_size)
     shared_numel = min(row_numel, max(1, SHARED_NUMEL // world_size))
     buckets: list[Bucket] = []

@@ -1,4 +1,4 @@
-"""Allocate extents (ranges of bytes) of a swap store, and divide a store's bytes over several files."""
+"""Allocate extents (ranges of bytes) of a store, and divide a store's bytes among several files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ STRIPE_NBYTES = 4 << 20
 """Bytes of a stripe: large enough for a disk's full rate, small enough that one record uses every disk."""
 
 STRIPES_PER_CYCLE = 64
-"""Stripes in one cycle over all files of a store. Each file's share of the stripes is within 1/128 of its weight."""
+"""Stripes in one cycle over all files of a store. With two files, each file's share of the stripes is within 1/128 of
+its share of the weights."""
 
 
 @final
@@ -38,7 +39,7 @@ class ExtentMap:
         return None
 
     def grow(self, capacity_nbytes: int) -> None:
-        """Enlarge the store to `capacity_nbytes`, whole pages, and add the new bytes to the free extents."""
+        """Raise the capacity to `capacity_nbytes` (whole pages), and add the new bytes to the free extents."""
         start, self.capacity_nbytes = self.capacity_nbytes, capacity_nbytes
         if self._free and self._free[-1][1] == start:
             start = self._free.pop()[0]

@@ -20,11 +20,11 @@ PACKED_ALIGNMENT_NBYTES = 128
 PARAM_ALIGNMENT_NBYTES, because nothing computes on packed buffers."""
 
 CUT_NUMEL = PAGE_NBYTES // 2
-"""Shards and sub-groups end at multiples of this many elements. In any dtype these are whole pages, because tiers write
-whole pages."""
+"""Shards and sub-groups end at multiples of this many elements. In a dtype of 2 or more bytes these are whole pages,
+because tiers write whole pages."""
 
 Memory = TypeVar("Memory")
-"""A 1-D, contiguous tensor; this package does not import torch."""
+"""A torch tensor. It is a type variable, because this package does not import torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +32,9 @@ class ParamSpec:
     """One parameter; tied weights are one parameter.
 
     `name`: its first fully qualified name. `dtype`: its dtype on the device. `index`: its position in
-    `model.parameters()`. `aliases`: its other names. `embedding`: whether it is the table of an nn.Embedding. `stride`:
-    its strides, in which its elements lie without gaps; None: row-major. `owner`: the class of its module.
+    `model.parameters()`. `aliases`: its other names. `embedding`: whether it is the table of an nn.Embedding or
+    nn.EmbeddingBag. `stride`: its strides, without gaps between elements; None: row-major. `owner`: the class name of
+    its module.
     """
 
     name: str
@@ -67,7 +68,8 @@ class ParamSpec:
         return cast("Memory", tensor.as_strided(self.shape, self.stride, tensor.storage_offset()))
 
     def flatten(self, value: Memory) -> Memory:
-        """Return the elements of `value` as [numel], in the parameter's memory order; a view if strides are equal."""
+        """Return the elements of `value` as [numel], in the parameter's memory order; a view if `value` has the
+        parameter's strides."""
         tensor: Any = value
         if self.stride is None:
             return cast("Memory", tensor.contiguous().view(-1))
@@ -126,7 +128,7 @@ class Unit:
 
     @cached_property
     def products_numel(self) -> int:
-        """The number of elements that matrix products read: all but those of embeddings that are only looked up."""
+        """The number of elements that matrix products read: all except embeddings that are only looked up."""
         params = (entry.param for entry in self.entries)
         return sum(param.numel for param in params if param.aliases or not param.embedding)
 
@@ -165,8 +167,9 @@ def equal_bounds(stop: int, itemsize: int, world_size: int = 1) -> tuple[int, ..
 def place_by_rank(
     params: Sequence[ParamSpec], itemsize: int, world_size: int
 ) -> tuple[tuple[FlatEntry, ...], tuple[int, ...]]:
-    """Place parameters one after another, and cut shards of whole pages between them. Ranks get about equal numbers of
-    elements; with more ranks than parameters some get none. Returns the entries and the bounds (see `Unit`)."""
+    """Place parameters one after another, and cut the flat between parameters into shards of whole pages. Ranks get
+    about equal numbers of elements; with more ranks than parameters some get none. Returns the entries and the bounds
+    (see `Unit`)."""
     page = max(CUT_NUMEL, PAGE_NBYTES // itemsize)
     total = max(1, sum(param.numel for param in params))
     entries: list[FlatEntry] = []
@@ -186,7 +189,8 @@ def place_by_rank(
 # -- find the units of a module tree -----------------------------------------------------------------------------------
 
 MAX_UNIT_NUMEL = 1 << 28
-"""The most elements of a unit: half a GiB in 16 bits, far more than any link needs to reach its full rate."""
+"""The most elements of a unit if the config sets no cap: half a GiB in 16 bits, far more than a link needs for its full
+rate."""
 
 SMALL_NUMEL = 1 << 20
 """Small parts of a block are joined into units of at most this many elements, and at most a 64th of the model, because
@@ -225,7 +229,7 @@ class ModuleSpec:
 
     @cached_property
     def all_params(self) -> tuple[int, ...]:
-        """The parameters of the whole subtree, each once, in the order of `module.parameters()`."""
+        """The indices of all parameters in the subtree, each once, in the order of `module.parameters()`."""
         found = [*self.params, *(index for child in self.children for index in child.all_params)]
         return tuple(dict.fromkeys(found))
 
@@ -246,7 +250,7 @@ class _Kind:
 @dataclass(kw_only=True)
 class _Part:
     """Parameters that become a unit, alone or joined. `module`: the name of the module whose forward uses them.
-    `block`: small parts of the same block and kind are joined; None: never joined."""
+    `block`: the name of the block whose small parts of one kind are joined; None: never joined."""
 
     module: str
     block: str | None
@@ -315,8 +319,8 @@ def _cut_parts(root: ModuleSpec, specs: Sequence[ParamSpec], cap: int, rules: Un
 
 
 def _join_small(parts: Iterable[_Part], most_numel: int) -> list[_Part]:
-    """Join small parts of one block and kind, up to `most_numel` elements together. The joined part stands where its
-    first part stood in the order."""
+    """Join small parts of one block and kind into parts of at most `most_numel` elements. A joined part takes the place
+    of its first part."""
     joined: list[_Part] = []
     open_parts: dict[tuple[str, _Kind], _Part] = {}
     for part in parts:
@@ -335,8 +339,8 @@ def _join_small(parts: Iterable[_Part], most_numel: int) -> list[_Part]:
 def _walk(
     module: ModuleSpec, specs: Sequence[ParamSpec], cap: int, rules: UnitRules, above: tuple[ModuleSpec, ...] = ()
 ) -> Iterator[tuple[str, tuple[int, ...], str | None]]:
-    """Yield (module name, its parameters, their block) for each part that is not cut further. `cap`: the most elements
-    of a unit. `above`: the modules around `module`, root first."""
+    """Yield (module name, indices of parameters, name of their block or None) for each part that is not cut further.
+    `cap`: the most elements of a unit. `above`: the modules around `module`, root first."""
     numel = sum(specs[index].numel for index in module.all_params)
     in_list = any(outer.is_list for outer in above)
     # Ranks may run different experts, and must gather the same units. A stack with a forward runs all its children.

@@ -11,33 +11,32 @@ from tiered_zero.layout.flat import CUT_NUMEL, FlatEntry, Memory, ParamSpec, Uni
 from tiered_zero.sizes import align_up
 
 AUTO_SUB_GROUP_NUMEL = 1 << 20
-"""Elements of a sub-group if the config leaves the size open: 12 MiB of fp32 Adam state. With 48 MiB, and three
-sub-groups in flight, a step took a tenth longer."""
+"""The automatic size of a sub-group, in elements: 12 MiB of fp32 Adam state. With 48 MiB, and three sub-groups in
+flight, a step took a tenth longer."""
 
 MAX_SUB_GROUP_NUMEL = 1 << 22
 """A sub_group_size above this means the automatic size. Most configs have DeepSpeed's default, 1e9. With 1e9 a small
 model would be a single sub-group, and no transfer could run during the update."""
 
 QUANTIZED_BLOCK_NUMEL = 32
-"""Elements of a block, whose 8-bit moments share one scale. In a sub-group every parameter starts at a block, in any
-dtype."""
+"""Elements of a block. The 8-bit moments of one block share a scale. In a sub-group every parameter starts a new block,
+in any dtype."""
 
 
 SHARED_CORES_SUB_GROUP_NUMEL = 1 << 22
-"""Elements of a sub-group if the size is open, state rests in memory and the CPU computes too. Each sub-group costs
+"""The automatic size if state rests in memory and the CPU also computes forward and backward. Each sub-group costs
 calls: 23 sub-groups of gpt2-124m instead of 119 saved 4% of a step's CPU time."""
 
 IN_PLACE_SUB_GROUP_NUMEL = 1 << 25
-"""The most elements of a sub-group if the size is open, state rests in memory and an accelerator computes. Each
-sub-group costs 0.2 to 0.6 ms between two kernel calls. With AUTO_SUB_GROUP_NUMEL this is 1.2 s per step for 7 billion
-parameters."""
+"""The largest automatic size if state rests in memory and an accelerator computes. Each sub-group costs 0.2 to 0.6 ms
+between two kernel calls. With AUTO_SUB_GROUP_NUMEL this is 1.2 s per step for 7 billion parameters."""
 
 LEAST_SUB_GROUPS = 64
-"""The automatic size cuts a model in memory into at least about this many sub-groups, so that a unit waits for
-few updates."""
+"""If state rests in memory and an accelerator computes, the automatic size makes about this many sub-groups (small
+models get fewer, very large ones more), so that a unit waits for few updates."""
 
 MAX_SUB_GROUPS = 1024
-"""The most sub-groups of a model with less than a billion elements. A sub_group_size that would make more is raised.
+"""The most sub-groups of a model with less than a billion elements. A sub_group_size that would make more is increased.
 For example, 100 is harmless in DeepSpeed, but here it cut 172 million elements into 84,000 sub-groups."""
 
 
@@ -57,9 +56,9 @@ def sub_group_numel(given: int, units: Iterable[Unit], *, in_memory: bool = Fals
 
 @dataclass(frozen=True, kw_only=True)
 class ParamPiece:
-    """The part of one parameter in a sub-group. `index`: its place among the pieces. `start`: the position of its first
-    element in the sub-group. `param_start`: the position of this element in the parameter. `group`: index of the param
-    group."""
+    """The part of one parameter in a sub-group. `index`: its position among the sub-group's pieces. `start`: the
+    position of its first element in the sub-group. `param_start`: the position of this element in the parameter.
+    `group`: index of the param group."""
 
     index: int
     param: ParamSpec
@@ -75,9 +74,9 @@ class ParamPiece:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """A range of one unit in a sub-group. `unit_start`: its first element, counted in the unit's flat; `start`: counted
-    in the sub-group. `pieces`: the parts of parameters in the segment. All other elements are padding (zeros), or
-    belong to parameters that no param group holds."""
+    """A range of one unit in a sub-group. `unit_start`: the position of its first element in the unit's flat. `start`:
+    the position of this element in the sub-group. `pieces`: the parts of parameters in the segment. All other elements
+    are padding (zeros), or belong to parameters that no param group holds."""
 
     unit: Unit
     unit_start: int
@@ -103,7 +102,7 @@ class Segment:
                 yield entry, first, stop
 
     def part_of(self, flat: Memory) -> Memory:
-        """Return the segment's elements, [numel], of `flat`: the unit's flat, of any dtype."""
+        """Return the segment's part, [numel], of `flat`. `flat`: the unit's flat, in any dtype."""
         if not self.unit_start and self.numel == self.unit.numel:
             return flat  # saves a slice: a microsecond each, for thousands of parameters
         return cast("Memory", cast("Any", flat)[self.unit_start : self.unit_start + self.numel])
@@ -111,8 +110,8 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SubGroup:
-    """Segments that the optimizer steps at once. A sub-group equals only itself, so it can be a key. `embedding`: see
-    `apart` in `cut_subgroups`."""
+    """Segments that the optimizer steps at once. A sub-group equals only itself, so it can be a key. `embedding`:
+    whether it was cut apart for embeddings (see `cut_subgroups`)."""
 
     index: int
     segments: tuple[Segment, ...]
@@ -124,7 +123,7 @@ class SubGroup:
 
     @cached_property
     def parts(self) -> dict[int, int]:
-        """Unit index -> the number of its elements in the sub-group."""
+        """Unit index -> the number of the unit's elements in the sub-group."""
         return {segment.unit.index: segment.numel for segment in self.segments}
 
     @cached_property
@@ -150,9 +149,9 @@ def cut_subgroups(
     pages. `rank` None: cut whole units.
 
     `group_of`: parameter name -> index of its param group; other parameters are not stepped. `elementwise`: whether a
-    sub-group may end inside a parameter; else it ends between units, and a larger unit is one sub-group. `apart`:
-    whether embeddings get sub-groups of their own. Such a sub-group also has the elements that share a page (or, if not
-    `elementwise`, a unit) with an embedding.
+    sub-group may end inside a parameter; if not, it ends between units, and a unit above the limit is one sub-group.
+    `apart`: whether embeddings get sub-groups of their own. Such a sub-group also has the elements that share a page
+    (or, if not `elementwise`, a unit) with an embedding.
     """
     runs = (
         (unit, *run)

@@ -1,9 +1,9 @@
 """Bind the C kernels, each a plain shared object, with ctypes.
 
-Promise: everything here is optional. Without a library `find_library` returns None, and the caller runs Python code and
-logs `why_missing` once. Owner: the file that binds a kernel owns its argument types. C code includes neither Python.h
-nor torch headers, so one object serves every version of Python and torch. Never: a kernel keeps global state, starts a
-thread that outlives its handle, or prints.
+Promise: every kernel is optional. Without its library, `find_library` returns None, and the caller runs Python code.
+Owner: the file that binds a kernel owns its argument types. C code includes neither Python.h nor torch headers, so one
+object serves every version of Python and torch. Never: a kernel keeps global state or prints. Its threads end with its
+handle, except those stuck in a system call.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ torch's at this level."""
 
 @dataclass(frozen=True, kw_only=True)
 class GradCopy:
-    """A copy of `source` [n], the gradient of the parameter `index`, to `target` [n] in host memory, in the dtype of
-    `target`. `adds`: whether `source` is added to `target` instead."""
+    """A copy of `source` [n], the gradient of parameter number `index`, to `target` [n], in the dtype of `target`.
+    `adds`: whether to add `source` to `target` instead."""
 
     index: int
     target: torch.Tensor
@@ -29,9 +29,9 @@ class GradCopy:
 
 @final
 class GradNorm:
-    """Computes the fp32 norm of single gradients with the bits of `clip_grad_norm_`. The norm is not finite if an
-    element is not. Uses the native kernel if a test finds the same bits on this machine, else torch. Any thread may use
-    it."""
+    """Computes the fp32 norm of each gradient, with the same bits as `clip_grad_norm_`. The norm is not finite if an
+    element is not finite. Uses the native kernel if a test on this machine finds the same bits, else torch. Any thread
+    may use it."""
 
     def __init__(self, kernel: UpdateKernel | None) -> None:
         self._kernel = None
@@ -64,13 +64,13 @@ class GradNorm:
         return True
 
     def copy(self, copies: Sequence[GradCopy]) -> list[float]:
-        """Make the copies in order, and return the norm of each target afterwards. `fuses` must have returned True."""
+        """Make the copies in order, and return each target's norm after its copy. `fuses` must have returned True."""
         assert self._kernel is not None, "`fuses` was asked"
         return self._kernel.copy_norms(list(map(_row, copies)), fused_tail=self._fused_tail)
 
     def copy_threaded(self, copies: Sequence[GradCopy]) -> None:
-        """Make the copies on the kernel's threads, without norms. No two may have the same target. `fuses` must have
-        returned True."""
+        """Make the copies on the kernel's threads, without norms. Targets must not overlap. `fuses` must have returned
+        True."""
         assert self._kernel is not None, "`fuses` was asked"
         self._kernel.copy(list(map(_row, copies)))
 

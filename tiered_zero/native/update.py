@@ -1,4 +1,4 @@
-"""Call the update kernel (update.c) by ctypes: choose its instruction set and threads. Nothing here imports torch."""
+"""Call the update kernel (update.c) with ctypes: set its instruction set and threads. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEVELS = {"avx512": 1, "avx2": 0, "neon": 2}
 """Name of a level (an instruction set) -> its number in update.c, best first."""
 
 NUM_FREE_CORES = 2
-"""Cores that a run with an accelerator leaves to the driver thread, which launches compute, and to the lanes."""
+"""The number of cores left to the lanes and the driver thread, which launches compute, if an accelerator computes."""
 
 ADDRESSES_PER_RUN = 8
 """The number of 64-bit numbers in a row of the table for `UpdateKernel.update`."""
@@ -30,9 +30,9 @@ class Dtype(enum.IntEnum):
     BFLOAT16 = 1
     FLOAT16 = 2
     REMAINDER = 3
-    """The low half of a master, as an int16; only for Adam. The kernel adds it to the high half, the bfloat16 `out`.
-    Two masters have the same remainder: one half a step above `out`, and one half a step below. The sign bit of the
-    second moment says which of the two it is (see rules/state_layout.py)."""
+    """The low half of a master, as an int16; only for Adam. The kernel adds it to the high half, the bfloat16 `out`. A
+    master half a step above `out` has the same remainder as one half a step below. The sign bit of the second moment
+    says which it is (see rules/state_layout.py)."""
 
 
 class Rule(enum.IntEnum):
@@ -51,10 +51,9 @@ class Flag(enum.IntFlag):
     FIRST = 32
     """The momentum buffer is empty: the kernel copies the gradient to it."""
     TORCH_ROOT = 64
-    """Take square roots by the kernel's `root` (MKL's function), which does not always round correctly."""
+    """Compute square roots with the kernel's `root`, MKL's function, which does not always round correctly."""
     NEWTON_ROOT = 128
-    """Take square roots by instructions that round as MKL's generic code does. The result is not always correctly
-    rounded."""
+    """Compute square roots with instructions that round as MKL's generic code does: not always correctly."""
 
 
 class Hyper(ctypes.Structure):
@@ -68,8 +67,8 @@ class Hyper(ctypes.Structure):
 
 
 class Moments(ctypes.Structure):
-    """One array of 8-bit moments to convert: the struct tz_moments of update.c. `encode`: 1: floats to codes, 0: codes
-    to floats."""
+    """One array of 8-bit moments to convert: the struct tz_moments of update.c. `encode`: 1 converts floats to codes, 0
+    converts codes to floats."""
 
     _fields_ = struct_fields(
         (ctypes.c_void_p, "codes scales values table"),
@@ -104,8 +103,8 @@ class _CopyNormArgs(ctypes.Structure):
 @final
 class UpdateKernel:
     """Calls the functions of update.c with one instruction set (level) and a pool of threads. Any thread may call; if
-    the pool is busy, a call uses its own thread alone. Fork-safe. Calls release the GIL. Results have the same bits at
-    each level and for any number of threads."""
+    the pool is busy, a call uses only its own thread. A forked child may use the kernel too. Calls release the GIL.
+    Results have the same bits at each level and with any number of threads."""
 
     def __init__(
         self, path: Path, level: str | None = None, num_threads: int | None = None, root: MklRoot | None = None
@@ -148,10 +147,10 @@ class UpdateKernel:
         self._check(self._library.tz_copy_arrays(self._pool, table, len(copies), LEVELS[self.level]))
 
     def copy_norms(self, copies: Sequence[CopyNorm], *, fused_tail: bool, threaded: bool = False) -> list[float]:
-        """Copy each source to its target, or add it to the target, as `copies` say. A source without a target is only
-        read. Return the fp32 L2 norm of each target (or of the source, if there is no target). Squares are summed in
-        the order of ATen's vector_norm. `fused_tail`: whether ATen was compiled with FMA. `threaded`: run on the
-        kernel's threads; targets must not overlap. Addresses must be valid during the call."""
+        """Make `copies`: copy each source to its target, add it to the target, or, without a target, only read it.
+        Return the fp32 L2 norm of each target (without a target, of the source). Squares are summed in the order of
+        ATen's vector_norm. `fused_tail`: whether ATen was compiled with FMA. `threaded`: whether to run on the kernel's
+        threads; targets must then not overlap. Addresses must be valid during the call."""
         table, norms = _copy_table(copies), (ctypes.c_float * len(copies))()
         pool = self._pool if threaded else None
         self._check(self._library.tz_copy_norms(pool, table, len(copies), fused_tail, norms, LEVELS[self.level]))
@@ -193,8 +192,8 @@ def _bind(path: Path) -> ctypes.CDLL:
 
 
 def available_cpus(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
-    """Return how many threads this process may keep busy: its part of the host's CPUs, within its affinity and the CPU
-    quota of its cgroups. `root`: the root of the file system to read (for tests)."""
+    """Return how many threads this process may keep busy: its share of the host's CPUs, at most its affinity and the
+    CPU quota of its cgroups. `root`: the root of the file system to read (for tests)."""
     # OMP_NUM_THREADS is ignored: launchers set it to 1
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     given = environment.get("LOCAL_WORLD_SIZE", "1")
@@ -210,7 +209,7 @@ def num_kernel_threads(*, shares_cores: bool) -> int:
 
 
 def _cgroup_quota(root: Path) -> float:
-    """Return the least CPU quota of this process's cgroups, in CPUs; infinity if none has one."""
+    """Return the smallest CPU quota of this process's cgroups, in CPUs; infinity if no cgroup has a quota."""
     quotas = [float("inf")]
     for folder in cgroup_folders("cpu", root / "proc", root / "sys/fs/cgroup"):
         v1 = (read_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))

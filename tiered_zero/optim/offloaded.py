@@ -47,21 +47,23 @@ from tiered_zero.update.state_view import ParamShards, ParamState, StateView
 logger = logging.getLogger("tiered_zero")
 
 _IN_PLACE_NUMEL = 1 << 26
-"""Elements of a sub-group if nothing is staged. With 1 << 24 a step took 5% longer: between two sub-groups the kernel's
-threads wait for Python."""
+"""The size limit of a sub-group, in elements, if no bytes pass through staging buffers. With 1 << 24 a step took 5%
+longer, because the kernel's threads wait for Python between two sub-groups."""
 _SECTION = ("device", "nvme_path", "buffer_count", "pin_memory")
 _RUNTIME = ("state_format", "checksums", "host_memory_limit", "io_engine", "io_timeout_s")
 
 
 class OffloadedOptimizer(TierStateOptimizer):
-    """Steps as `optimizer_class(params, **defaults)` does, bit for bit, with its state in host memory or swap files.
+    """Steps as `optimizer_class(params, **defaults)` does, and keeps the state in host memory or swap files.
 
     `offload`: {"device": "cpu" or "nvme", "nvme_path": a directory}, and optionally "state_format", "buffer_count",
-    "pin_memory", "checksums", "host_memory_limit", "io_engine", "io_timeout_s", as in the config of an engine. 16-bit
+    "pin_memory", "checksums", "host_memory_limit", "io_engine", "io_timeout_s", as in the config of an engine. With
+    fp32 parameters and fp32 state, the results are those of the plain optimizer on the CPU, bit for bit. 16-bit
     parameters get fp32 masters on the tier. Your code may write to parameters between steps.
 
-    After a failure inside `step()` each later call raises EngineFailedError. `close()` frees the tiers; so do the end
-    of a `with` block, garbage collection and the end of the process. Use the optimizer from one thread."""
+    After a failure in the middle of an update, `step()` and each access to the state raise EngineFailedError. `close()`
+    frees the tiers; so do the end of a `with` block, garbage collection and the end of the process. Use the optimizer
+    from one thread."""
 
     _end: weakref.finalize[Any, Any]
 
@@ -72,8 +74,8 @@ class OffloadedOptimizer(TierStateOptimizer):
         offload: Mapping[str, Any],
         **defaults: Any,
     ) -> None:
-        """Build the optimizer and allocate its tiers. Raises the errors of `optimizer_class`, ConfigError, ModelError,
-        PlanError or StoreError, and then keeps nothing allocated."""
+        """Build the optimizer and allocate its tiers. Raises TypeError, ConfigError, ModelError, PlanError, StoreError
+        or an error of `optimizer_class`; then nothing stays allocated."""
         if not callable(optimizer_class) or (
             isinstance(optimizer_class, type) and not issubclass(optimizer_class, Optimizer)
         ):
@@ -92,7 +94,7 @@ class OffloadedOptimizer(TierStateOptimizer):
         self._process = OwnProcess("optimizer")
         self._step_start_s = time.perf_counter()
         self._awaited_key: str | None = None
-        """The `StateFiles.key` of the files that `load_state` has to read before the next step; None: no files."""
+        """The `StateFiles.key` of the files that `load_state` must read before the next step; None if it need not."""
         self.num_steps = 0
         self.step_report: StepReport | None = None
         """The report of the last step: seconds by cause, bytes by link, peak bytes on each tier."""
@@ -108,8 +110,8 @@ class OffloadedOptimizer(TierStateOptimizer):
     ) -> float | None:
         """Update every parameter that has a gradient, wait until all are written, and return the closure's result.
 
-        `on_written`: called with every parameter, also one without a gradient, as soon as its value is final, in the
-        order of the groups. Later parameters may then still be in their update."""
+        `on_written`: called with each parameter, in the order of the groups, once the parameter's value is final.
+        Parameters without a gradient are included. Later parameters may not be updated yet."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -142,7 +144,7 @@ class OffloadedOptimizer(TierStateOptimizer):
 
     @property
     def plan(self) -> Plan:
-        """The plan: how many bytes of which kind lie on which tier; `print` shows it as a table."""
+        """The plan: the bytes of each kind on each tier. `print` shows it as a table."""
         return self._running().plan
 
     @property
@@ -180,7 +182,7 @@ class OffloadedOptimizer(TierStateOptimizer):
     @hold_interrupts()
     def load_state(self, directory: str | os.PathLike[str]) -> None:
         """Load the files that `save_state` has written to `directory`, one parameter at a time. Raises StoreError, and
-        ModelError if their state does not fit the parameters."""
+        ModelError if the state does not fit the parameters."""
         self._current()
         with StateFiles(Path(directory), self.param_groups) as files:
             if self._awaited_key not in (None, files.key):
@@ -192,9 +194,9 @@ class OffloadedOptimizer(TierStateOptimizer):
         self._awaited_key = None
 
     def save_state_dict(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
-        """Call `save_state(directory)`, and return a state dict for trainers that pickle one. In place of tensors, it
-        holds a key that identifies these files. After the state dict is loaded, `step()` raises until `load_state()`
-        has read the files. A plain torch optimizer refuses this state dict."""
+        """Call `save_state(directory)`, and return a state dict for trainers that pickle one. Instead of tensors, this
+        state dict holds a key that identifies the files. After it is loaded, `step()` raises until `load_state()` has
+        read the files. A plain torch optimizer refuses it."""
         self.save_state(directory)
         with StateFiles(Path(directory), self.param_groups) as files:
             return {"state": {}, "param_groups": [], STAND_IN: files.key}
@@ -247,8 +249,8 @@ class OffloadedOptimizer(TierStateOptimizer):
         return self._run
 
     def _current(self) -> _Run:
-        """Return the run, rebuilt if a parameter's device, dtype, shape or strides changed. Raises ModelError if the
-        optimizer is closed, or if param groups were changed by hand."""
+        """Return the run, rebuilt if a parameter's device, dtype, shape or strides changed. Raises ModelError in a
+        forked child, if the optimizer is closed, or if `watch` refuses a change of param groups."""
         self._process.check()
         run = self._running()
         if not self._end.alive:
@@ -325,7 +327,8 @@ def copy_options(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str,
 
 
 def _plain(kind: type[Optimizer], groups: list[dict[str, Any]], defaults: Mapping[str, Any]) -> Optimizer:
-    """Build an optimizer of class `kind` over `groups`, for its checks and defaults. It is never stepped."""
+    """Build an optimizer of class `kind` over `groups`, to check the arguments and get the defaults. It is never
+    stepped."""
 
     def build(make: Callable[[Tensor], Tensor]) -> Optimizer:
         given = [
@@ -344,7 +347,7 @@ def _plain(kind: type[Optimizer], groups: list[dict[str, Any]], defaults: Mappin
 
 
 def _read_offload(offload: Mapping[str, Any]) -> Config:
-    """Return the config for `OffloadedOptimizer(offload=...)`. Raises ConfigError."""
+    """Convert `offload`, the argument of `OffloadedOptimizer`, to a config. Raises ConfigError."""
     if not isinstance(offload, Mapping):
         raise ConfigError(
             f'offload: expected a mapping such as {{"device": "nvme", "nvme_path": "/path"}}; found {offload!r}.'
@@ -450,8 +453,8 @@ def _plan(params: UserParameters, layouts: Sequence[StateLayout], config: Config
 def _lay_out(
     params: UserParameters, rule: UpdateRule, groups: Sequence[Mapping[str, Any]], config: Config
 ) -> list[StateLayout]:
-    """Return the layout of each sub-group's state. fp32 parameters are their own masters. 16-bit parameters, which have
-    masters on the tier, are cut into separate sub-groups."""
+    """Return the layout of each sub-group's state. fp32 parameters are their own masters. 16-bit parameters have
+    masters on the tier, and sub-groups of their own."""
     streams = config.zero_optimization.offload_optimizer.device == "nvme" or not params.are_in_place
     size = AUTO_SUB_GROUP_NUMEL if streams else _IN_PLACE_NUMEL
     layouts: list[StateLayout] = []

@@ -1,6 +1,7 @@
 """Save and load an offloaded optimizer's state as safetensors files, with one parameter in memory at a time.
 
-The last tensor is an index with the checksums of the others: if bytes have changed, nothing is loaded."""
+The last tensor is an index with the checksums of all other tensors. If a byte of them has changed, nothing is
+loaded."""
 
 from __future__ import annotations
 
@@ -31,9 +32,9 @@ STAND_IN = "state_files"
 
 class _Index(JsonFile):
     """The JSON index of a saved optimizer. `groups`: the option values of each group, from `to_json`. `sizes`: the
-    number of parameters in each group. `state`: for each parameter its values that are no tensors, from `to_json`.
-    `tensors`: maps each tensor's name to its description from `_text`. A name such as "3/exp_avg" is the parameter's
-    number and the value's name."""
+    number of parameters in each group. `state`: for each parameter, the state values that are not tensors, from
+    `to_json`. `tensors`: maps each tensor's name to its description from `_text`. A tensor's name, such as "3/exp_avg",
+    is the parameter's number and the value's name."""
 
     format_name = "tiered_zero.optimizer_state"
 
@@ -92,7 +93,8 @@ class StateFiles(Mapping[nn.Parameter, ParamState]):
     """A mapping from the parameters of `groups` to their state in the files of `write_state`. Each access reads the
     files. Use it as a context manager.
 
-    Raises StoreError if the saved groups have other sizes, and CorruptionError if bytes have changed."""
+    Raises StoreError if the files do not fit `groups` or are not complete, and CorruptionError if bytes have
+    changed."""
 
     def __init__(self, directory: Path, groups: Sequence[Mapping[str, Any]]) -> None:
         self._open = ExitStack()
@@ -141,7 +143,7 @@ class StateFiles(Mapping[nn.Parameter, ParamState]):
                 f"have {len(names) - 1}. Copy the files of one save to a directory of their own."
             )
         self._names: dict[str, list[str]] = defaultdict(list)
-        """The number of a parameter -> the names of its values that are tensors."""
+        """The number of a parameter, as text -> the names of its state tensors."""
         for name in self._texts:
             number, _, key = name.partition("/")
             self._names[number].append(key)
@@ -167,7 +169,7 @@ class StateFiles(Mapping[nn.Parameter, ParamState]):
         return len(self._number)
 
     def _tensor(self, name: str) -> Tensor:
-        """Read the tensor `name`, and compare it with its `_text` in the index. Raises CorruptionError."""
+        """Read the tensor `name`. Raises CorruptionError if its `_text` differs from that in the index."""
         path, file = self._files[name]
         tensor: Tensor = file.get_tensor(name)
         if (found := _text(tensor, _digest(tensor))) != self._texts[name]:

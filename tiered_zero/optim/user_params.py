@@ -28,7 +28,8 @@ def is_in_place(param: Tensor) -> bool:
 
 class UserParameters(GradientSource):
     """The parameters of a user's param groups, in order. The update pipeline reads their `.grad` and writes new values
-    to them. Used by the thread that calls `step()`, on the stream on which backward ran."""
+    to them. Used by the thread that calls `step()`; if `step()` has `on_written`, the pipeline uses this object on the
+    update lane."""
 
     def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Describe the parameters of `groups`. Raises ModelError for a parameter that cannot be stepped."""
@@ -45,7 +46,8 @@ class UserParameters(GradientSource):
         self._places = [_place(param) for param in self.params]
         self._in_place = [is_in_place(param) for param in self.params]
         self._flat_grad: tuple[Tensor, Tensor] | None = None
-        """The gradient that `part` read last, and its elements in the order of the parameter's memory."""
+        """The gradient that `part` read last, and a flat tensor of its elements in the order of the parameter's
+        memory."""
 
     def _add(self, name: str, param: Tensor, group: int) -> None:
         if handler_of(param) is not None:  # type: ignore[arg-type]
@@ -78,7 +80,7 @@ class UserParameters(GradientSource):
 
     @property
     def device(self) -> torch.device:
-        """The device of the first parameter that is not on the CPU; the CPU if all are."""
+        """The device of the first parameter that is not on the CPU; the CPU if all parameters are there."""
         found = (param.device for param in self.params if param.device.type != "cpu")
         return next(found, torch.device("cpu"))
 

@@ -40,8 +40,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         **defaults: Any,
     ) -> None:
         """Split the parameters over the ranks of `process_group` (None: the default group), and build the local
-        optimizer. Raises ConfigError if `overlap_with_ddp`, TypeError and ValueError as torch does, and the local
-        optimizer's errors."""
+        optimizer. Raises ConfigError if `overlap_with_ddp` is true, TypeError and ValueError as torch does, and the
+        errors of the local optimizer, also RankError if it failed on another rank."""
         if overlap_with_ddp:
             raise ConfigError(
                 "overlap_with_ddp: expected False; found True, which in torch's class leaves out the first two or "
@@ -93,8 +93,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # -- the step ------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
-        """Step this rank's parameters, and broadcast each to the other ranks. Return the result of the local
-        optimizer's `step`, which gets `kwargs`."""
+        """Step this rank's parameters, and broadcast each to the other ranks. Pass `kwargs` to the local optimizer's
+        `step`, and return its result. A call without arguments, with every lr and gradient 0, only creates state,
+        without broadcasts."""
         grads = [param.grad for param in params_of(self.param_groups) if param.grad is not None]
         if closure is None and not kwargs and creates_state(self.param_groups, grads):
             # torch.distributed.checkpoint steps with an lr of 0 to create state, and only on ranks without state: so
@@ -117,8 +118,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         return loss
 
     def join_hook(self, **_: Any) -> StepHook:
-        """Return a hook for torch's Join context, which calls `step()` on ranks that have no more data. Their
-        gradients must be set before the hook runs."""
+        """Return a hook for torch's Join context. The hook calls `step()` on a rank that has no more data; the rank's
+        gradients must be set before that."""
         return StepHook(self.step)
 
     @property
@@ -165,8 +166,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._consolidated = None
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Copy the state of all ranks to host memory of rank `to`. There `state_dict()` then returns it. Every rank
-        calls this."""
+        """Copy the state of all ranks to host memory of rank `to`. On this rank, `state_dict()` then returns it. Every
+        rank calls this."""
         copy_options(self.param_groups, self.optim.param_groups)
         if self.rank != to:
             for param in params_of(self._parts[self.rank]):
@@ -183,8 +184,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._consolidated = dict(sorted(found.items()))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all parameters in torch's format, as of the last `consolidate_state_dict` (with a single
-        rank no call is needed). Raises RuntimeError if this rank has only a part of the state."""
+        """Return the state of all parameters in torch's format, as of the last `consolidate_state_dict`. A single rank
+        need not call that. Raises RuntimeError if this rank has only its own part of the state."""
         if self.world_size == 1:
             self.consolidate_state_dict()
         elif self._consolidated is None and self.optim.state:
@@ -239,8 +240,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
 
 def _open_together(ranks: ShardGroup, make: Callable[[], OffloadedOptimizer]) -> OffloadedOptimizer:
-    """Make the local optimizer on every rank, or on none. If `make` fails on a rank, this rank raises its error, and
-    the others raise RankError."""
+    """Make the local optimizer on every rank, or on none. A rank on which `make` fails raises that error; the others
+    raise RankError."""
     made: OffloadedOptimizer | Exception
     try:
         made = make()
@@ -257,8 +258,8 @@ def _open_together(ranks: ShardGroup, make: Callable[[], OffloadedOptimizer]) ->
 
 
 class _Broadcasts:
-    """Starts the broadcasts of one step, in the same order on all ranks. A round broadcasts one parameter of every
-    rank. `messages`: for each rank the tensors that it broadcasts, as `_messages_of` returns them."""
+    """Starts the broadcasts of one step, in the same order on all ranks. In a round, each rank broadcasts its next
+    parameter. `messages`: for each rank the tensors that it broadcasts, as `_messages_of` returns them."""
 
     def __init__(self, ranks: ShardGroup, messages: Sequence[Sequence[tuple[int, Tensor]]]) -> None:
         self._ranks = ranks
@@ -267,7 +268,7 @@ class _Broadcasts:
         self._under_way: list[tuple[Any, Tensor, Tensor]] = []
 
     def advance(self, _param: Tensor) -> None:
-        """Count one written parameter; start every broadcast round whose parameters are all written."""
+        """Count one written parameter of this rank. Start each round for which this rank's own parameter is written."""
         self._num_written += 1
         own = self._messages[self._ranks.rank]
         while self._num_rounds < len(own) and own[self._num_rounds][0] <= self._num_written:
@@ -292,8 +293,8 @@ class _Broadcasts:
 
 
 def _partition_groups(groups: Sequence[Mapping[str, Any]], world_size: int) -> list[list[dict[str, Any]]]:
-    """Split each param group over ranks: the largest parameters first, each to the rank with the fewest elements so
-    far. Groups added later do not change the split of earlier ones."""
+    """Split each param group over ranks. Give each parameter, the largest first, to the rank with the fewest elements
+    so far. Groups added later do not change the split of earlier ones."""
     sizes = [0] * world_size
     parts: list[list[dict[str, Any]]] = [[] for _ in range(world_size)]
     for group in groups:

@@ -10,13 +10,13 @@ from tiered_zero.sizes import GIB, MIB, PAGE_NBYTES, align_up
 
 DEFAULT_NVME_NBYTES = 16 * GIB
 DEFAULT_HOST_SHARE = 4
-"""If the config sets no limit, the budget for activations on nvme is DEFAULT_NVME_NBYTES. In host memory the budget is
-a quarter (DEFAULT_HOST_SHARE) of the bytes that the rest of the plan leaves."""
+"""The budgets for activations if the config sets no limit: DEFAULT_NVME_NBYTES on nvme, and in host memory a quarter
+(DEFAULT_HOST_SHARE) of the bytes that the rest of the plan leaves free."""
 
 IN_FLIGHT_SHARE = 16
 MIN_IN_FLIGHT_NBYTES, MAX_IN_FLIGHT_NBYTES = 16 * MIB, GIB
-"""The most bytes of activations in transfer at once: a sixteenth of the budget, within these bounds. A tensor larger
-than this stays on the device."""
+"""Bounds for the most bytes of activations in transfer at once. Within these bounds, this limit is a sixteenth of the
+budget. A tensor larger than the limit stays on the device."""
 
 NUM_STAGING = 4
 NO_STAGING = StagingSize()
@@ -35,7 +35,7 @@ class ActivationPlan:
 
 def plan_activations(request: PlanRequest, host_room_nbytes: int) -> ActivationPlan | None:
     """Size the offloaded activations of one rank; return None if they stay on the device. `host_room_nbytes`: the bytes
-    of host memory that the rest of the plan leaves."""
+    of host memory that the rest of the plan leaves free."""
     tier, section = request.activation_tier, request.config.tiered_zero.activations
     if tier == "device":
         return None
@@ -58,13 +58,15 @@ def plan_activations(request: PlanRequest, host_room_nbytes: int) -> ActivationP
 
 
 STATISTICS_NBYTES = 4
-"""Bytes of one row's statistic: a normalization's factor, or a head's sum of exponentials."""
+"""Bytes of the statistic that is saved for each row: a normalization's factor, or a head's sum of exponentials."""
 
 LOSS_NBYTES = 12
-"""Bytes for each logit at the peak of the loss: log-softmax, its gradient, and the gradient of its input, in fp32."""
+"""Bytes per logit when the loss needs most memory: log-softmax, its gradient, and the gradient of its input, in
+fp32."""
 
 GELU_OF_OPERATIONS = "gelu_new"
-"""The name of an activation function that consists of several torch operations. Each of them saves its own input."""
+"""The name of an activation function that consists of several torch operations. Autograd saves tensors for each
+operation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +89,7 @@ class BlockShape:
     fp32_scores: bool = True  # the softmax of eager attention runs in fp32
 
     def token_nbytes(self, length: int, itemsize: int) -> int:
-        """Return the bytes that autograd saves for one token of a sample of `length` tokens."""
+        """Return the bytes that autograd saves in the block for each token of a sample with `length` tokens."""
         # A normalization saves its input and a statistic. One of several fp32 operations saves the input in
         # fp32, and also its result before the weight.
         norm_itemsize = 4 + itemsize if self.fp32_norms else itemsize
@@ -119,8 +121,8 @@ class BlockShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationEstimate:
-    """Estimated bytes of the activations of one micro-batch under activation checkpointing, where backward computes
-    each block again."""
+    """Estimated bytes of one micro-batch's activations, if activation checkpointing computes each block again in
+    backward."""
 
     tokens: int
     boundary_nbytes: int  # the saved input of one block
@@ -138,11 +140,12 @@ class ActivationEstimate:
         return self.num_boundaries * align_up(self.boundary_nbytes, PAGE_NBYTES)
 
     def needed_nbytes(self, plan: ActivationPlan | None) -> int:
-        """Return the bytes that activations need on the computing device. Without a `plan`, all of them stay there."""
+        """Return the bytes that activations need on the computing device. If `plan` is None, all activations stay
+        there."""
         return self.boundaries_nbytes - self.offloaded_nbytes(plan) + self.block_nbytes + self.logits_nbytes
 
     def offloaded_nbytes(self, plan: ActivationPlan | None) -> int:
-        """Return the bytes of blocks' inputs that are offloaded within the budget of `plan`; 0 if `plan` is None."""
+        """Return the bytes of blocks' inputs that `plan` offloads; 0 if it offloads none."""
         if plan is None or not plan.min_nbytes <= self.boundary_nbytes <= plan.in_flight_nbytes:
             return 0
         return (

@@ -1,4 +1,4 @@
-"""Read the shape of the built-in GPT from the text of a command's option. Does not import torch."""
+"""Describe the shape of the built-in GPT, and read it from a command's option. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from tiered_zero.errors import ConfigError
 
 HEAD_SIZE = 64
-"""Channels of a head if `heads` is not given."""
+"""Channels of each attention head if `heads` is not given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +54,8 @@ _FAMILIES = (
     (5e7, GPTConfig(vocab=50257, context=1024)),  # GPT-2
     (3e9, GPTConfig(vocab=128256, context=8192, tied=False)),  # Llama 3
 )
-"""The vocabulary, context and output head of real models. The number before each is the least number of parameters for
-which it is used."""
+"""Pairs (least number of parameters, shape). `gpt_of_size` takes vocabulary, context and output head from the last pair
+whose number is not above the wanted one."""
 
 
 def gpt_of_size(num_wanted: float) -> GPTConfig:

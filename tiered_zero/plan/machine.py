@@ -19,7 +19,7 @@ from tiered_zero.sizes import parse_hardware_nbytes
 
 
 def _read_rate(text: str) -> int:
-    """Read a rate such as "7GB/s", in bytes per second. Raises ValueError."""
+    """Return the bytes per second of a rate such as "7GB/s". Raises ValueError."""
     return parse_hardware_nbytes(text.strip().removesuffix("/s"))
 
 
@@ -32,7 +32,7 @@ def _read_tera(text: str, unit: str) -> int:
 
 
 def _or_text(read: Callable[[str], int]) -> BeforeValidator:
-    """Make a validator that accepts a number, or a text that `read` converts to one."""
+    """Make a validator that accepts a number, or a text that `read` converts to a number."""
     return BeforeValidator(lambda value: read(value) if isinstance(value, str) else value)
 
 
@@ -116,7 +116,7 @@ def default_path() -> Path:
 
 
 DESCRIBED = "the machine that options describe"
-"""The name of a machine of which only sizes are known."""
+"""The name of a machine that only options describe."""
 
 
 def from_description(
@@ -127,7 +127,7 @@ def from_description(
     disks: Sequence[Disk] = (),
 ) -> Machine:
     """Return `base` with the given sizes and disks instead of its own. If `base` is None, start from a machine without
-    rates."""
+    rates. If `device_nbytes` is given and the base has no accelerator, add one without rates."""
     machine = base or Machine(name=DESCRIBED)
     if device_nbytes is not None and machine.device == "cpu":  # add an accelerator without known rates
         machine = replace(machine, device="cuda", flops_per_s={}, block_elements_per_s={}, logits_per_s={})

@@ -12,9 +12,10 @@ from tiered_zero.plan.request import PlanRequest, SubGroupSize
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedUnit:
-    """The tiers on which a unit's bytes rest. `param_nbytes`: of its parameters in their home. `is_resident`: whether
-    the whole unit stays on the device at all times. `gradient_tier`: "device" if all the unit's state is there; "" if
-    the unit has no gradients. `gradient_nbytes`: of one step. `state`: tier -> bytes of masters and state."""
+    """The tiers on which a unit's bytes rest. `param_nbytes`: bytes of the parameters in their home. `is_resident`:
+    whether the whole unit always stays on the device. `gradient_tier`: "device" if all the unit's state is there; "" if
+    the unit has no gradients. `gradient_nbytes`: bytes of the gradients of one step. `state`: tier -> bytes of masters
+    and state."""
 
     unit: Unit
     param_tier: str
@@ -31,14 +32,14 @@ class PlacedUnit:
 
     @property
     def gradients_leave(self) -> bool:
-        """Whether the unit's gradients rest on another tier than the device."""
+        """Whether the unit's gradients rest in host memory or on nvme."""
         return self.gradient_tier in ("host", "nvme")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """The tiers of all parameters, gradients and optimizer state. `units`: in the order of a forward. `state`: the tier
-    of each of `subgroups`."""
+    """The tiers of all parameters, gradients and optimizer state. `units`: in the order of a forward. `state`: for each
+    of `subgroups`, the tier of its state."""
 
     units: tuple[PlacedUnit, ...]
     subgroups: Sequence[SubGroupSize]
@@ -54,7 +55,7 @@ class Placement:
 
 
 def place_state(subgroups: Sequence[SubGroupSize], request: PlanRequest) -> list[str]:
-    """Choose the tier of each sub-group's state. Faster tiers are filled up to their limits before `state_tier`."""
+    """Choose the tier of each sub-group's state. Fill faster tiers up to their limits; put the rest on `state_tier`."""
     total = sum(subgroup.state_nbytes for subgroup in subgroups)
     ratio = request.config.zero_optimization.offload_optimizer.ratio
     room = {"device": round((1 - ratio) * total), **request.state_limits}
@@ -86,9 +87,10 @@ def place(
 ) -> Placement:
     """Choose the tiers of parameters and gradients. Limits are checked later, when the plan is complete.
 
-    Gradients rest on the device if all the unit's state is there, else in host memory, and on nvme beyond
-    `host_gradients_nbytes`. `state_tiers`: the tier of each sub-group's state. `delayed`: whether gradients are held
-    twice, for the delayed update.
+    A unit's gradients rest on the device if all the unit's state is there. Otherwise they rest in host memory, up to
+    `host_gradients_nbytes`, then on nvme. If a part of the state is on the device, they never rest on nvme.
+    `state_tiers`: the tier of each sub-group's state. `delayed`: whether gradients are held twice, for the delayed
+    update.
     """
     state = _state_by_unit(subgroups, state_tiers)
     slowest, param_room = request.param_tier, request.config.zero_optimization.offload_param.max_in_cpu
@@ -124,7 +126,7 @@ def place(
 
 
 def _state_by_unit(subgroups: Sequence[SubGroupSize], state_tiers: Sequence[str]) -> defaultdict[int, dict[str, int]]:
-    """Return unit index -> tier -> the unit's bytes of masters and state there."""
+    """Return unit index -> tier -> bytes of the unit's masters and state on this tier."""
     state = defaultdict[int, dict[str, int]](dict)
     for subgroup, tier in zip(subgroups, state_tiers, strict=True):
         left_nbytes, left_numel = subgroup.state_nbytes, sum(subgroup.parts.values())
@@ -163,7 +165,7 @@ class PlannedSlot:
 
     @property
     def charges(self) -> list[tuple[str, int]]:
-        """Return (kind in the ledger, bytes) of each of the slot's places."""
+        """Return a pair (kind in the ledger, bytes) for each place of the slot."""
         more = max(0, self.num_durable - 1)
         return [(self.kind, self.nbytes), *[(COMMIT_KINDS.get(self.kind, self.kind), self.nbytes)] * more]
 

@@ -36,20 +36,21 @@ from tiered_zero.plan.staging import Staging, size_staging
 from tiered_zero.sizes import MIB, TIERS, align_up, ceil_nbytes, format_nbytes
 
 WINDOW_UNITS = 3
-"""Paged units on the device at once: the one in use, the one that is fetched, the one that is evicted."""
+"""The number of paged units on the device at once: one is in use, one is fetched, and one is evicted."""
 
 SHARED_SEGMENT_NBYTES, SEGMENT_NBYTES = 20 * MIB, 2 * MIB
 LEAST_SEGMENT_NBYTES = 10 * MIB
 """Sizes of the segments in which torch's allocator takes memory on CUDA. A block of at least LEAST_SEGMENT_NBYTES has
-its own segment, whose size is a multiple of SEGMENT_NBYTES. Smaller blocks above a MiB share segments of
+its own segment, whose size is a multiple of SEGMENT_NBYTES. Smaller blocks of more than 1 MiB share segments of
 SHARED_SEGMENT_NBYTES."""
 
 UPDATE_CHUNK_NUMEL, COPIES_CHUNK_NUMEL = 1 << 26, 1 << 22
-"""The most elements that an update on the device steps at once: with fp32 state, and with state in other formats."""
+"""The most elements that an update on the device steps at once: the first for fp32 state, the second for other
+formats."""
 
 NUM_UPDATE_COPIES = 12
-"""The number of temporary fp32 arrays, each of COPIES_CHUNK_NUMEL elements, of an update of state in other formats: for
-copies of the state, and for rounding."""
+"""The number of temporary fp32 arrays in an update of state that is not fp32: for copies of the state, and for
+rounding. Each has at most COPIES_CHUNK_NUMEL elements."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,7 @@ _Row = tuple[str, str, int, str]
 
 @dataclass(frozen=True, kw_only=True)
 class PagerLimits:
-    """Limits for the paged units (those that leave the device) while they are on the device."""
+    """Limits for paged units (units that can leave the device) while they are on the device."""
 
     live_nbytes: int  # planned bytes on the device at once
     reserved_nbytes: int = 0  # memory that the device's allocator takes for these bytes
@@ -84,9 +85,9 @@ class PagerLimits:
 class Plan:
     """Every size, placement and policy of a run.
 
-    `in_flight_nbytes`: the most bytes of gradients on their way to the host, or to other ranks. `grad_itemsize`: bytes
-    of one element of a gradient in the dtype that autograd produces. `activations`: how activations are offloaded;
-    None: they stay on the device.
+    `in_flight_nbytes`: the most bytes of gradients in transfer between device and host memory, or between ranks.
+    `grad_itemsize`: bytes of one gradient element in the widest dtype that autograd produces. `activations`: how
+    activations are offloaded; None: they stay on the device.
     """
 
     tiers: Placement
@@ -106,16 +107,16 @@ class Plan:
 
     @cached_property
     def slots(self) -> list[PlannedSlot]:
-        """The slots of units, sub-groups and copies for commits."""
+        """The slots for units, for sub-groups, and for the copies that commits need."""
         return list_slots(self.tiers, self.request, delayed=self.delayed)
 
     @property
     def limits(self) -> Limits:
-        """Tier -> (bytes that may be used, the name of the setting or fact that sets them)."""
+        """Tier -> (bytes that may be used, the name of the setting or fact that sets this limit)."""
         return self.request.limits
 
     def nbytes(self, tier: str, kind: str | None = None) -> int:
-        """Return the planned bytes of a tier, or those of one kind on the tier."""
+        """Return the planned bytes on a tier; if `kind` is given, only the bytes of this kind."""
         return sum(row.nbytes for row in self.rows if row.tier == tier and kind in (None, row.kind))
 
     def needed_nbytes(self, tier: str) -> int:
@@ -180,10 +181,12 @@ class Plan:
 
 
 def make_plan(units: Sequence[Unit], subgroups: Sequence[SubGroupSize], request: PlanRequest) -> Plan:
-    """Make the plan of a run; `Plan.check` checks its limits. Raises ConfigError for an impossible size in the config.
+    """Make the plan of a run. It may exceed limits: see `Plan.check`. Raises ConfigError for an impossible size in the
+    config.
 
-    To keep the limits, the plan shrinks the window, then the gradients in memory (they go to nvme), then the sub-groups
-    in flight. If it still exceeds a limit, it is the smallest plan for these units and sub-groups.
+    To keep the limits, first shrink the window of paged units, then the gradients in memory (the others go to nvme),
+    then the staging buffers of state. A plan that still exceeds a limit is the smallest for these units, sub-groups and
+    settings.
     """
     plan = _plan_gradients(units, subgroups, request)
     if plan.missing_nbytes("host") <= 0 or request.num_state_buffers is not None:
@@ -256,13 +259,14 @@ def _plan(
 
 
 def _room_nbytes(tier: str, rows: Iterable[_Row], request: PlanRequest) -> int:
-    """Return the bytes that are left of the tier's limit after the plan's table `rows`; negative if they exceed it."""
+    """Return the tier's limit minus the bytes of the plan's `rows` that count against this limit. May be negative."""
     counted = request.counted_tiers(tier)
     return request.limit_nbytes(tier) - sum(nbytes for own, _, nbytes, _ in rows if own in counted)
 
 
 def _rows(tiers: Placement, staging: Staging, request: PlanRequest, *, delayed: bool) -> list[_Row]:
-    """List the rows of the plan's table: the bytes of each kind that rest on a tier, and of staging buffers."""
+    """List the rows of the plan's table for bytes that rest on a tier, and for staging buffers. `_plan` adds more
+    rows."""
     on_device = sum(placed.param_nbytes for placed in tiers.units if placed.param_tier == "device")
     gradients = Counter[str]()
     for placed in tiers.units:
@@ -305,8 +309,8 @@ def _second_in_flight_nbytes(to_host: Sequence[Unit], request: PlanRequest, room
 
 
 def _update_nbytes(on_device: Sequence[SubGroupSize], request: PlanRequest, grad_itemsize: int) -> int:
-    """Return the temporary bytes of the largest update on an accelerator; 0 without one. `on_device`: the sub-groups
-    with state there."""
+    """Return the temporary bytes of the largest update on an accelerator; 0 if no update runs there. `on_device`: the
+    sub-groups with state on the device."""
     count = request.temporaries
     if count is None or not on_device:
         return 0
@@ -321,7 +325,8 @@ def _update_nbytes(on_device: Sequence[SubGroupSize], request: PlanRequest, grad
 
 
 def _waiting_nbytes(trainable: Sequence[Unit], request: PlanRequest) -> int:
-    """Return the most bytes of gradients that wait on the device for their bucket; 0 if ranks keep whole gradients."""
+    """Return the most bytes of gradients that wait on the device for their bucket; 0 if gradients are not sharded over
+    ranks."""
     if not request.shards_gradients:
         return 0
     buckets = cut_buckets(trainable, request.world_size, request.bucket_numel)
@@ -342,9 +347,9 @@ def _returned_nbytes(tiers: Placement, request: PlanRequest) -> int:
 
 
 def _pager_limits(paged: Sequence[Unit], request: PlanRequest, room_nbytes: int, tier: str) -> PagerLimits:
-    """Size the window, which holds the largest chain and, to fetch ahead, the two largest other units. A chain is the
-    paged units of a module and of all modules around it. If `room_nbytes` is less, the window shrinks to it, but never
-    below the chain."""
+    """Size the window, the device memory for paged units. It holds the largest chain (the paged units of a module and
+    of all modules around it) and the two largest other units, to fetch ahead. It shrinks to `room_nbytes` and to the
+    config's limit, but never below the chain."""
     if not paged:
         return PagerLimits(live_nbytes=0)
     zero = request.config.zero_optimization
@@ -397,7 +402,7 @@ def _total(units: Iterable[Unit]) -> int:
 
 
 NUM_NAMED = 3
-"""The number of rows that a refusal names before its table."""
+"""The number of largest rows that `how_to_fit` names."""
 
 _STATE_TO_NVME = "set zero_optimization.offload_optimizer.device to nvme"
 

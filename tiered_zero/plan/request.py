@@ -1,8 +1,9 @@
 """Define the request for a plan: a config, and facts about machine, ranks and model. Choose the update policy.
 
 [Note: The CPU as the device] If the CPU computes, paging to and from host memory only copies inside host memory: this
-took a third of a step's CPU time. So offload_param and offload_optimizer with device cpu run as none. Results are the
-same in every bit. The plan, its notice and every record name the devices that really run. Paging stays
+took a third of a step's CPU time. So offload_param and offload_optimizer with device cpu run as none (with
+bf16_remainder both or neither). Results are the same in every bit. The plan, its notice and every record name the
+devices that really run. Paging stays
 
 * with `tiered_zero.device_memory_limit`, which asks for a small device;
 * with seeded delays, which simulate another machine;
@@ -14,7 +15,7 @@ State stays in host memory
 * if state is split over tiers;
 * if parameters rest on nvme, because with state on the device the update would copy these parameters once more.
 
-Bytes on the device count against the limit of host memory, unless the device has its own limit or is simulated.
+If the CPU computes and does not simulate a device, bytes on the device also count against the limit of host memory.
 """
 
 from __future__ import annotations
@@ -31,23 +32,23 @@ NO_LIMIT = 1 << 62
 _TIER_OF_DEVICE = {"none": "device", "cpu": "host", "nvme": "nvme"}
 
 Limits = Mapping[str, tuple[int, str]]
-"""Tier -> (bytes, the name of the setting or fact that sets them)."""
+"""Tier -> (bytes that may be used, the name of the setting or fact that sets this limit)."""
 
 
 RESERVED_SHARE = 8
-"""An eighth of free device and host memory stays free if the config sets no limit. Activations, code and the system
-need it, and no plan counts them."""
+"""If the config sets no limit, an eighth of free device and host memory stays free for code, the system, and
+activations on the device. Plans do not count these."""
 
 RESERVED = ", less an eighth for "
-"""The text in a limit's name that says that RESERVED_SHARE was subtracted from free memory."""
+"""The part of a limit's name that says that an eighth of the free memory was subtracted."""
 
 
 def limit_of(
     tier: str, free_nbytes: int | None, source: str, given_nbytes: int | None, prefix: str = "tiered_zero."
 ) -> dict[str, tuple[int, str]]:
     """Return {tier: (bytes that may be used, the limit's name in messages)}; {} if both sizes are None. The bytes are
-    `given_nbytes` (the config's limit); if this is None or more than `free_nbytes`, then `free_nbytes` less an eighth.
-    `source`: what `free_nbytes` is, in words. `prefix`: the beginning of the config's key."""
+    `given_nbytes` (the config's limit). If this is None or above `free_nbytes`, they are `free_nbytes` minus an eighth.
+    `source`: a name for `free_nbytes`. `prefix`: the beginning of the config's key."""
     if given_nbytes is not None and (free_nbytes is None or given_nbytes <= free_nbytes):
         return {tier: (given_nbytes, f"{prefix}{tier}_memory_limit")}
     if free_nbytes is None:
@@ -57,17 +58,19 @@ def limit_of(
 
 
 NUM_STATE_STAGING = 3
-"""The fewest staging buffers of state: one sub-group is read, one updated, one written."""
+"""The least number of staging buffers of state that the planner chooses: one sub-group is read, one updated, one
+written."""
 
 MAX_BUCKET_NUMEL = 1 << 22
-"""The most elements of gradients in one collective. Two collectives of 16 MiB of fp32 reach the full rate. It is a
-constant, so that the borders of buckets do not depend on memory."""
+"""The most elements of gradients in one collective. Two collectives of this size (16 MiB of fp32) reach the full rate.
+The number is constant, so that the bounds of buckets do not depend on memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
     """A config, and facts about the machine, ranks and model of a run. The config's offload devices are those that the
-    run uses (see `resolve_host_tiers`). Raises ConfigError for gradients or an update policy that cannot be used."""
+    run uses (see `resolve_host_tiers`). Raises ConfigError if tiered_zero.gradients or tiered_zero.update cannot be
+    used."""
 
     config: Config
     limits: Limits = field(default_factory=dict)
@@ -127,7 +130,7 @@ class PlanRequest:
 
     @property
     def checks_gradients(self) -> bool:
-        """Whether a global norm or a check for overflow comes before any update."""
+        """Whether a step computes a global norm, or checks for overflow, before any update."""
         config = self.config
         checks_bf16 = config.bf16.enabled and config.bf16.check_grad_overflow
         return config.gradient_clipping > 0 or config.fp16.enabled or checks_bf16
@@ -160,17 +163,17 @@ class PlanRequest:
 
     @property
     def shards_state(self) -> bool:
-        """Whether each rank has masters and state of its own shards only."""
+        """Whether each rank keeps only the masters and state of its own shards."""
         return self.world_size > 1 and self.config.zero_optimization.stage > 0
 
     @property
     def shards_params(self) -> bool:
-        """Whether each rank keeps parameters of its own shards only. Units are then gathered for each use."""
+        """Whether each rank keeps only the parameters of its own shards. If so, units are gathered for each use."""
         return self.world_size > 1 and self.config.zero_optimization.stage == 3
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether each rank keeps gradients of its own shards only, and every backward reduces gradients."""
+        """Whether each rank keeps only the gradients of its own shards. If so, every backward reduces gradients."""
         stage = self.config.zero_optimization.stage
         return self.shards_state and (stage > 1 or self.state_tier != "device")
 
@@ -186,7 +189,7 @@ class PlanRequest:
 
     @property
     def computing_tier(self) -> str:
-        """The tier whose limit holds for bytes on the device: "host" or "device"."""
+        """The tier whose limit applies to bytes on the device: "host" if `device_is_host`, otherwise "device"."""
         return "host" if self.device_is_host else "device"
 
     def limit_nbytes(self, tier: str) -> int:
@@ -223,8 +226,8 @@ def splits_masters_off_device(config: Config) -> bool:
 
 
 def unit_rules(config: Config, world_size: int = 1, *, whole_params: bool = False) -> UnitRules:
-    """Read from `config` the rules by which units are cut. `whole_params`: whether the update rule steps whole
-    parameters only."""
+    """Return the rules in `config` for cutting units. `whole_params`: whether the update rule steps whole parameters
+    only."""
     zero = config.zero_optimization
     # If true, small parameters stay on the device; if not, they move with their block.
     persists = zero.offload_param.device != "none" and world_size == 1 and not splits_masters_off_device(config)
@@ -262,13 +265,13 @@ class UpdateChoice:
 
     @property
     def text(self) -> str:
-        """One line for the log, the plan's table and the run's record."""
+        """The policy and its reason in one line, for the log and the plan's table."""
         start = ", starting in backward" if self.optimizer_in_backward else ""
         return f"update policy: {self.policy}{start} ({self.reason})"
 
 
 def choose_update_policy(request: PlanRequest, state_tiers: Collection[str]) -> UpdateChoice:
-    """Choose the update policy that runs. `state_tiers`: the tiers that hold optimizer state."""
+    """Choose the update policy of the run. `state_tiers`: the tiers that hold optimizer state."""
     policy = request.config.tiered_zero.update
     automatic, asked = policy == "auto", f"tiered_zero.update is {policy}"
     if request.shards_state and not request.shards_params:
@@ -298,8 +301,8 @@ def choose_update_policy(request: PlanRequest, state_tiers: Collection[str]) -> 
 
 
 def resolve_host_tiers(config: Config, limits: Limits, *, shares_cores: bool, world_size: int) -> Config:
-    """Return `config` with the offload devices that really run. If the CPU computes, "cpu" may become "none": see
-    [Note: The CPU as the device]."""
+    """Return `config` with the offload devices that the run really uses. If the CPU computes, "cpu" may become "none":
+    see [Note: The CPU as the device]."""
     zero, settings = config.zero_optimization, config.tiered_zero
     param, state = zero.offload_param, zero.offload_optimizer
     if not shares_cores or world_size > 1 or "device" in limits or "cpu" not in (param.device, state.device):
@@ -318,7 +321,7 @@ def resolve_host_tiers(config: Config, limits: Limits, *, shares_cores: bool, wo
 
 
 def describe_resolved_tiers(asked: Config, effective: Config) -> str | None:
-    """Describe in one notice each offload device that `resolve_host_tiers` changed; None if it changed none."""
+    """Return a notice that names each offload device that `resolve_host_tiers` changed; None if it changed none."""
     moved = [
         f"{name}.device {getattr(asked.zero_optimization, name).device} runs as none"
         for name in ("offload_param", "offload_optimizer")

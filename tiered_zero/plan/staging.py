@@ -1,4 +1,4 @@
-"""Size the staging buffers: pinned host memory through which bytes pass between tiers."""
+"""Size the staging buffers, through which bytes pass between tiers, and the buckets for reductions over ranks."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from tiered_zero.plan.request import NUM_STATE_STAGING, PlanRequest, given
 from tiered_zero.sizes import MIB, PAGE_NBYTES, align_up
 
 MAX_AUTO_STAGING_NBYTES = 16 * MIB
-"""The most bytes of a staging buffer for parameters (if the config gives no size), gradients or activations. It is
-enough for the disk's full rate."""
+"""The most bytes of a staging buffer for parameters (if the config gives no size), gradients or activations. With
+buffers of this size the disk reaches its full rate."""
 
 NUM_PARAM_STAGING = 4
 AUTO_STATE_STAGING_NBYTES = 168 * MIB
-"""The staging buffers of state have at least this size together if the config does not give their number. This keeps
-the disk busy during a long update or wait."""
+"""The staging buffers of state together have about this size or more (less for a small model), if the config does not
+give their number. This keeps the disk busy during a long update or wait."""
 
 NUM_GRADIENT_STAGING = 2
-"""Gradient staging buffers: one is filled while the other is added up."""
+"""The number of staging buffers for gradients if an accelerator computes: one is filled while the other is added up."""
 
 NUM_BUCKETS = 2
 """The number of buckets (buffers for gradients that ranks reduce): one is reduced while the other is filled."""
 
 MAX_AUTO_STATE_STAGING_NBYTES = 640 * MIB
 MAX_AUTO_STATE_STAGING_SHARE = 16
-"""Staging of state grows until it holds the state of a whole unit. It grows to at most these bytes, and to at most a
-sixteenth of the host's limit. A tied embedding needs so much staging, because its gradient is complete last and its
-update is needed first."""
+"""Limits for the staging of state, which grows until it holds the state of a whole unit: at most
+MAX_AUTO_STATE_STAGING_NBYTES, and at most a sixteenth of the host's limit. A tied embedding needs so much staging,
+because its gradient is complete last and its update is needed first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,8 @@ class Staging:
 
 
 def size_staging(tiers: Placement, request: PlanRequest) -> Staging:
-    """Size every pool of staging buffers. Raises ConfigError if buffer_size is smaller than a parameter."""
+    """Size every pool of staging buffers. Raises ConfigError if offload_param.buffer_size is smaller than a parameter
+    on nvme."""
     to_host = [placed.unit for placed in tiers.units if placed.gradients_leave]
     window = max((placed.gradient_nbytes for placed in tiers.units if placed.gradient_tier == "nvme"), default=0)
     if request.shards_gradients and request.shares_cores:

@@ -3,10 +3,10 @@
 [Note: Predicted seconds] A step is a sequence of phases: the first forward, the other passes of its micro-batches, and
 with the policy barrier the update. In a phase units pass through stages in turn, such as fetch and compute; a stage
 handles one unit at a time. A phase ends when the last unit leaves the last stage, but lasts at least as long as its
-busiest lane works. An update that overlaps compute is a stage, too. After a gradient check it is the first stage of the
-first forward; an update in backward is the last stage of the last backward. A delayed update may take the whole step.
-For an update in backward, reads ahead may take the whole step, too, as far as staging buffers have room for the bytes
-read. If the CPU computes, compute, update, checksums and copies share one lane of cores.
+busiest lane works. An overlapped update is a stage, too. If it starts in backward, it is the last stage of the last
+backward; otherwise it is the first stage of the first forward. A delayed update may take the whole step. If an update
+starts in backward, its reads ahead may take the whole step, too, as far as staging buffers have room for the bytes. If
+the CPU computes, compute, update, checksums and copies share one lane of cores.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from tiered_zero.sizes import TIERS
 
 MODEL_SHARE: Final = {"cpu": 0.45}
 OTHER_SHARE: Final = 0.75
-"""The rate of a whole forward, divided by the rate of its matrix products. A prediction uses this share if the rate of
-all other work was not measured. MODEL_SHARE has it by device; OTHER_SHARE holds for all other devices."""
+"""The rate of a whole forward, divided by the rate of its matrix products. Predictions use this share if the rate of
+all other work was not measured. MODEL_SHARE gives it by device, OTHER_SHARE for all other devices."""
 
 PYTHON_S_PER_TENSOR: Final = 1.5e-4
-"""Seconds of hooks and autograd for each trained tensor and micro-batch where the CPU computes."""
+"""Seconds that hooks and autograd take for each trained tensor and micro-batch, if the CPU computes."""
 
 OVERLAP_S_PER_TENSOR: Final = 3.7e-4
-"""Additional seconds for each trained tensor and micro-batch if updates run on a thread of their own."""
+"""Additional seconds for each trained tensor and micro-batch, if the CPU computes and updates run on their own
+thread."""
 
 PYTHON_S_PER_SUB_GROUP: Final = 7e-4
 """Seconds between two calls of the update's kernel, for each sub-group."""
@@ -44,13 +45,14 @@ WEIGHT_PASSES: Final = 8
 and matrix products of few rows wait for them."""
 
 DISK_PASSES: Final = 2
-"""How often the cores pass over each byte of the disk: for its checksum and for its copy."""
+"""How often the cores pass over each byte read or written on the disk: once for the checksum, once for a copy."""
 
 HIDDEN_SHARE: Final = 1.05
-"""Transfers of a tier are hidden if a step takes at most HIDDEN_SHARE times its seconds of compute."""
+"""A tier's transfers are hidden if a step takes at most HIDDEN_SHARE times as long as its compute."""
 
 HIDDEN_STEP: Final = 1.1
-"""The search for the least number of tokens that hides a tier ends when its bounds are within this factor."""
+"""The search for the least number of tokens that hides a tier's transfers ends when the upper bound is at most
+HIDDEN_STEP times the lower bound."""
 
 RESOURCES: Final = ("compute", "fetch", "reduce", "update", "disk read", "disk write")
 
@@ -58,18 +60,18 @@ CORES: Final = ("compute", "fetch", "reduce", "update")
 """The resources that share the cores if the CPU computes."""
 
 RESOURCES_OF: Final = {"host": CORES, "nvme": ("compute", "update", "disk read", "disk write")}
-"""Tier -> the resources that are busy with it and with compute, if an accelerator computes."""
+"""Tier -> the resources that compute and this tier's bytes keep busy, if an accelerator computes."""
 
 Seconds = Mapping[str, float]
 """Resource -> the seconds for which work keeps it busy."""
 
 _Stages = tuple[Seconds, ...]
-"""The work of a unit in a phase, stage by stage."""
+"""A unit's work in a phase: one item for each stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a step computes and moves, from which its seconds are predicted."""
+    """What a step computes and moves: the input of a prediction."""
 
     tokens: int  # of one micro-batch
     forward_flops: float  # of one micro-batch
@@ -95,7 +97,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class StepSeconds:
-    """A predicted step."""
+    """The prediction for one step."""
 
     seconds: float
     by_resource: Mapping[str, float]  # resource -> busy seconds
@@ -138,8 +140,8 @@ def missing_rates(plan: Plan, work: Work, machine: Machine) -> list[str]:
 
 def predict_step(plan: Plan, work: Work, machine: Machine, *, finds_hidden: bool = True) -> StepSeconds:
     """Predict the seconds of a step of `work` with `plan` on `machine`. `missing_rates(plan, work, machine)` must be
-    empty. `finds_hidden`: whether to also search, for each tier, how many tokens a step needs so that transfers take no
-    longer than compute. The search takes about ten predictions."""
+    empty. `finds_hidden`: whether to also search, for each tier, the least number of tokens in a step that hides the
+    tier's transfers. A search takes up to ten predictions."""
     seconds, by_resource = _predict(plan, work, _Rates(plan, machine))
     step = StepSeconds(
         seconds=seconds,
@@ -184,7 +186,7 @@ def _hidden_from(tier: str, plan: Plan, work: Work, machine: Machine) -> tuple[i
 
 
 def _predict(plan: Plan, work: Work, rates: _Rates) -> tuple[float, dict[str, float]]:
-    """Return the seconds of a step, and its seconds by resource."""
+    """Return the seconds of a step, and the busy seconds of each resource."""
     uses = _list_uses(plan, work, rates)
     policy, in_backward = plan.update_policy.policy, plan.update_policy.optimizer_in_backward
     staged_nbytes = max(1, sum(placed.state.get("nvme", 0) for placed in plan.tiers.units))
@@ -257,8 +259,8 @@ class _Rates:
         return {resource: nbytes / rate, **(self.copy("fetch", DISK_PASSES * nbytes) if self.shares_cores else {})}
 
     def copy(self, resource: str, nbytes: float) -> Seconds:
-        """Return the seconds in which `resource` reads or writes `nbytes` of host memory, as a dict with this one
-        key."""
+        """Return the seconds in which `resource` reads or writes `nbytes` of host memory, as a dict with the one key
+        `resource`."""
         return {resource: nbytes / (self.machine.copy_bytes_per_s or 1.0)}
 
     def to_device(self, nbytes: float) -> Seconds:
@@ -287,7 +289,7 @@ class _Rates:
         return {**lanes, "disk": max(read, write, opposed_s + abs(read - write))}
 
     def phase_s(self, units: Sequence[_Stages]) -> float:
-        """Return the seconds of a phase. `units`: the work of each unit, in their order."""
+        """Return the seconds of a phase. `units`: the work of each unit, in the order of use."""
         ends = [0.0] * max(map(len, units), default=0)
         for stages in units:
             end_s = 0.0  # of the unit's stage before
@@ -298,7 +300,7 @@ class _Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class _Use:
-    """The seconds that a unit takes in one micro-batch and in the update."""
+    """One use of a unit: the seconds that it takes in one micro-batch and in the update."""
 
     unit: int
     forward_s: float
@@ -312,8 +314,8 @@ class _Use:
 
 
 def _walk(uses: Sequence[_Use], on_device: deque[int]) -> Iterator[tuple[_Use, bool]]:
-    """Yield each use, and whether its unit has to be fetched. `on_device`: the indices of the units on the device,
-    which are those used last."""
+    """Yield each use, and whether its unit has to be fetched. `on_device`: the indices of the units used last, which
+    are on the device; updated here."""
     for use in uses:
         yield use, use.unit not in on_device
         if use.unit in on_device:
@@ -367,8 +369,8 @@ def _list_uses(plan: Plan, work: Work, rates: _Rates) -> list[_Use]:
 
 
 def _fetch(placed: PlacedUnit, rates: _Rates) -> tuple[Seconds, Seconds]:
-    """Return the seconds of fetching a unit's parameters from their home, and the seconds of fetching them from an
-    update that has just ended."""
+    """Return the seconds of fetching a unit's parameters in two cases: from their home, and right after their
+    update."""
     if placed.is_resident:
         return {}, {}
     tier, nbytes = placed.param_tier, placed.param_nbytes
@@ -410,7 +412,7 @@ def _update(placed: PlacedUnit, rates: _Rates) -> Seconds:
 
 
 def _forward_s(work: Work, machine: Machine) -> float:
-    """Return the seconds of a forward: its matrix products, and its part of all other work."""
+    """Return the seconds of a forward: its matrix products and its other work."""
     product_s = work.forward_flops / machine.flops_per_s[work.dtype]
     in_blocks, logits = machine.block_elements_per_s.get(work.dtype), machine.logits_per_s.get(work.dtype)
     if not (work.num_block_elements and in_blocks and logits):

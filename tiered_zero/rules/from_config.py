@@ -108,8 +108,8 @@ def make_optimizer(
 
 
 def _chosen(given: Optimizer, section: OptimizerSection | None) -> Optimizer:
-    """Return `given`, the user's optimizer; warn if the config names one too. Raises ModelError if one of its param
-    groups switches bias correction off."""
+    """Return `given`, the user's optimizer; warn if the config names one too. Raises ModelError if a param group of an
+    Adam or AdamW has bias_correction false."""
     if section is not None:
         logger.warning("config: optimizer %s is not used, for initialize() was given one", section.type)
     if type(given) in (torch.optim.Adam, torch.optim.AdamW) and _is_uncorrected(given):
@@ -125,8 +125,8 @@ def _is_uncorrected(optimizer: Optimizer) -> bool:
 
 
 def group_params(source: Optimizer, specs: Mapping[nn.Parameter, ParamSpec]) -> dict[str, int]:
-    """Return parameter name -> index of its param group in `source`. Raises ModelError if a parameter is not the
-    model's, or if none requires a gradient."""
+    """Return parameter name -> index of its param group in `source`. Raises ModelError if `source` holds a parameter
+    that is not in the model, or holds none that requires a gradient."""
     group_of: dict[str, int] = {}
     for index, group in enumerate(source.param_groups):
         for param in group["params"]:
@@ -150,8 +150,9 @@ def make_rule(
     a param group has an option of torch's own code (_TORCH_CODE).
 
     `steps_parts`: whether each rank steps only parts of parameters. If `steps_parts` is true, or state is not fp32,
-    these five classes ignore fused and foreach. `num_threads`: the threads of the kernel; None: one for each CPU that
-    this process may use. Raises ConfigError if the rule cannot keep its state in `state_format`.
+    these five classes ignore fused and foreach. `num_threads`: the number of the kernel's threads; None:
+    `available_cpus()`. Raises ConfigError if the optimizer's options do not fit `state_format` or each other, and
+    ModelError as `refuse_class` does.
     """
     is_own = steps_parts or state_format != "fp32"
     given = [option for option in _TORCH_CODE if any(group.get(option) for group in source.param_groups)]
@@ -198,7 +199,8 @@ def resolve_optimizer(type_name: str, params: Mapping[str, Any]) -> ResolvedOpti
 
 
 def check_sections(config: Config) -> None:
-    """Build the config's optimizer and scheduler over one small parameter. Raises ConfigError."""
+    """Check the config's optimizer and scheduler: build them over small parameters. A scheduler with unfilled "auto"
+    values is not built. Raises ConfigError."""
     optimizer, scheduler = config.optimizer, config.scheduler
     resolved = resolve_optimizer(*(("Adam", {}) if optimizer is None else (optimizer.type, optimizer.params)))
     if scheduler is None or any(path.startswith("scheduler.") for path in config.unfilled):
@@ -211,8 +213,8 @@ def check_sections(config: Config) -> None:
 
 
 def _adam_class(name: str, options: dict[str, Any]) -> tuple[type[Optimizer], bool]:
-    """Choose Adam or AdamW as DeepSpeed does; return the class and the flag bias_correction. The keys read here are
-    removed from `options`."""
+    """Return Adam or AdamW, chosen as DeepSpeed does, and the value of bias_correction. Change `options` to arguments
+    of that class. Raises ConfigError."""
     flags: dict[str, Any] = {"adam_w_mode": True, "torch_adam": False, BIAS_CORRECTION: True}
     for key in flags:
         given = options.pop(key, flags[key])
@@ -231,7 +233,8 @@ def _adam_class(name: str, options: dict[str, Any]) -> tuple[type[Optimizer], bo
 
 
 def _checked(kind: type[Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `options` as keyword arguments of `kind`. Raises ConfigError for arguments that `kind` refuses."""
+    """Return `options` as keyword arguments of `kind`. Raises ConfigError for arguments that `kind` refuses, or if
+    capturable or differentiable is true."""
     accepted = {name: p.default for name, p in inspect.signature(kind).parameters.items() if name != "params"}
     defaults: dict[str, Any] = {}
     for key, value in options.items():

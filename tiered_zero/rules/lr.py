@@ -1,9 +1,9 @@
 """Provide DeepSpeed's five learning rate schedules, and build them, or any class of torch.optim.lr_scheduler, from the
 config.
 
-A DeepSpeed schedule computes the rate from a number i, `last_batch_iteration`. The constructor sets i = -1 and the
-first rate. Each `step()` adds 1 to i and sets the next rate. Formulas: deepspeed/runtime/lr_schedules.py of DeepSpeed
-0.19.
+A DeepSpeed schedule computes the rate from a number i, `last_batch_iteration`. By default the constructor sets i = -1
+and the first rate. Each `step()` adds 1 to i and sets the next rate. Formulas: deepspeed/runtime/lr_schedules.py of
+DeepSpeed 0.19.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Schedule(ABC):
 
     def __init__(self, optimizer: Optimizer, **params: Any) -> None:
         """Check `params`, and set the first rate if `last_batch_iteration` is -1. The types and defaults of `params`
-        come from the class of the same name in `config.schema`. Raises ValueError for unknown parameters, and
-        ConfigError for a list whose length is not the number of param groups."""
+        come from the class of the same name in `config.schema`. Raises ValueError for unknown or invalid parameters,
+        and ConfigError for a list whose length is not the number of param groups."""
         self.optimizer = optimizer
         self._own_lrs = self.get_last_lr()
         values = SCHEDULES[type(self).__name__].model_validate(params)
@@ -41,8 +41,8 @@ class Schedule(ABC):
             self._apply()
 
     def _for_groups(self, name: str, value: Any) -> Any:
-        """Convert the value of the parameter `name`: a rate or momentum becomes a list with one value per param group.
-        Raises ConfigError for a list of another length."""
+        """Convert the value of the schedule's parameter `name`. A rate or momentum becomes a list with one value per
+        param group; warmup_num_steps becomes at least 2. Raises ConfigError for a list of another length."""
         if name == "warmup_num_steps":
             return max(2, value)
         if not name.endswith(("_lr", "_mom")):
@@ -61,7 +61,7 @@ class Schedule(ABC):
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Set the rate for the next optimizer step. Call it once after each optimizer step. `last_batch_iteration`: the
-        number to go on from; None: one more than the last."""
+        new i; None: the last i plus 1."""
         following = self.last_batch_iteration + 1
         self.last_batch_iteration = following if last_batch_iteration is None else last_batch_iteration
         self._apply()
@@ -89,8 +89,8 @@ class Schedule(ABC):
 
 @final
 class LRRangeTest(Schedule):
-    """Raises the rate without end, to find the largest useful one: lr = min_lr * (1 + step_rate * t), with t = (i + 1)
-    / step_size, rounded down if `lr_range_test_staircase` is true."""
+    """Increases the rate without end, to find the largest useful rate: lr = min_lr * (1 + step_rate * t), with t = (i +
+    1) / step_size, rounded down if `lr_range_test_staircase` is true."""
 
     def get_lr(self) -> list[float]:
         params = self._params
@@ -101,8 +101,8 @@ class LRRangeTest(Schedule):
 
 
 class WarmupLR(Schedule):
-    """Raises the rate from `warmup_min_lr` to `warmup_max_lr` (default: each group's own rate), then keeps it. lr = min
-    + (max - min) * gamma, where gamma is the completed fraction of the warmup."""
+    """Increases the rate from `warmup_min_lr` to `warmup_max_lr` (default: each group's own rate), then keeps it. lr =
+    min + (max - min) * gamma, where gamma is the completed fraction of the warmup."""
 
     def get_lr(self) -> list[float]:
         gamma = self._gamma(self.last_batch_iteration)
@@ -115,7 +115,8 @@ class WarmupLR(Schedule):
 
 @final
 class WarmupDecayLR(WarmupLR):
-    """Raises the rate from `warmup_min_lr` to `warmup_max_lr`, and lowers it back until `total_num_steps`."""
+    """Increases the rate from `warmup_min_lr` to `warmup_max_lr`, then lowers it linearly, back to `warmup_min_lr` at
+    step `total_num_steps`."""
 
     def _gamma(self, iteration: int) -> float:
         num_warmup, num_total = self._params["warmup_num_steps"], self._params["total_num_steps"]
@@ -127,7 +128,7 @@ class WarmupDecayLR(WarmupLR):
 @final
 class WarmupCosineLR(Schedule):
     """Multiplies the groups' own rates by a ratio that rises from `warmup_min_ratio` to 1, then falls along half a
-    cosine to `cos_min_ratio`. Before step 0 the rate is 0, as in DeepSpeed."""
+    cosine to `cos_min_ratio`. At i = -1 (the first optimizer step) the rate is 0, as in DeepSpeed."""
 
     def get_lr(self) -> list[float]:
         return [lr * self._ratio(self.last_batch_iteration) for lr in self._own_lrs]
@@ -146,8 +147,9 @@ class WarmupCosineLR(Schedule):
 
 @final
 class OneCycle(Schedule):
-    """Raises the rate from min to max and lowers it again, while the momentum falls and rises. After this cycle the
-    rate decays and the momentum grows. Momentum is betas[0]; betas[1] becomes 0.99, as in DeepSpeed."""
+    """Increases the rate from min to max and lowers it again. With `cycle_momentum`, the momentum betas[0] falls and
+    rises meanwhile, and betas[1] becomes 0.99, as in DeepSpeed. After the cycle, if `decay_step_size` is not 0, the
+    rate decays and the momentum grows."""
 
     _BETA2 = 0.99
 
@@ -197,7 +199,7 @@ class OneCycle(Schedule):
 
 def _warmup(params: Mapping[str, Any], iteration: int) -> float:
     """Return the completed fraction of a warmup of n steps at `iteration` i: log(i + 1) / log(n), or i / n if
-    `warmup_type` is linear. The fraction is 0 before step 0, and 1 from step n on."""
+    `warmup_type` is linear. The fraction is 0 if i < 0, and 1 if i >= n."""
     num_steps = params["warmup_num_steps"]
     if not 0 <= iteration < num_steps:
         return float(iteration >= 0)

@@ -4,10 +4,10 @@ kernel is missing or rounds differently.
 [Note: bits of torch] On fp32 gradients the kernel gives the bits of the torch optimizer's for-loop and foreach forms:
 the same operations in the same order, with fused multiply-add exactly where ATen's AVX2 and AVX-512 code has it. All
 operations are IEEE except the square root. If torch was built with MKL, its root is MKL's: this differs from the exact
-root by one unit in the last place for 0 to 20% of all values, depending on the processor. So the kernel tries three
-roots, and takes the first that has torch's bits: the exact root, Newton's, and MKL's own (VMSSQRT_, exported by
-libtorch_cpu), which is six times slower than the exact one. For 16-bit gradients it takes the exact root, because only
-equality between placements is promised for them.
+root by one unit in the last place for 0 to 20% of all values, depending on the processor. So `choose_root` tests the
+kernel's three roots, and takes the first that has torch's bits: the exact root, Newton's, and MKL's own (VMSSQRT_,
+exported by libtorch_cpu). MKL's root is six times slower than the exact one. For 16-bit gradients the kernel takes the
+exact root, because for them only equality between placements is promised.
 
 Two facts depend on the machine, and are tested before a rule uses the kernel for fp32 gradients: that the root equals
 torch's, and that multiplications and additions are fused where the kernel fuses them. If a test fails (ATen without
@@ -97,18 +97,20 @@ class _Batch:
 
 
 class NativeRule(UpdateRule):
-    """An elementwise rule whose steps the native kernel makes. Torch makes the steps of runs that are not on the CPU.
+    """An elementwise rule that steps runs on the CPU with the native kernel. Torch steps runs on other devices, all
+    runs if there is no kernel, and fp32 gradients if the kernel rounds otherwise.
 
     Masters are fp32, or int16 remainders if the rule has an `unsigned_field` ([Note: bf16 and remainder]). State arrays
-    are fp32, or bf16 with stochastic rounding. Scalars are those of TorchRule, as plain numbers."""
+    are fp32, or bf16 with stochastic rounding. Scalars are those of TorchRule, with the step count as a plain
+    number."""
 
     elementwise = True
     _class: type[Optimizer]
     _takes_root = False
     _counts_steps = True
     _variants: Sequence[Mapping[str, Any]] = ()
-    """The param group values with which the test of torch's bits runs, after a test with the defaults. Together they
-    cover every operation of the rule."""
+    """Param group values for the test of torch's bits: it runs with the defaults, then with each of these. Together
+    they cover every operation of the rule."""
 
     def __init__(self, kernel: UpdateKernel | None, state_dtype: torch.dtype = torch.float32, **options: Any) -> None:
         """Make the rule, and test whether the kernel gives torch's bits. `kernel`: the native kernel; None: torch makes
@@ -130,7 +132,7 @@ class NativeRule(UpdateRule):
 
     @abstractmethod
     def _kernel_hyper(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> Hyper:
-        """Compute the kernel's factors for one step, in double precision as torch does."""
+        """Compute the kernel's factors for one step, in the precision that torch uses: double for plain numbers."""
 
     def _phase(self, scalars: Mapping[str, Any]) -> float:
         """Return the number of steps made. A rule that does not count steps returns 1 if its state is filled, else
@@ -145,7 +147,7 @@ class NativeRule(UpdateRule):
         return {"step": torch.tensor(self._phase(scalars))} if self._counts_steps else dict(scalars)
 
     def _reference_scalars(self, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the scalars with which TorchRule makes the step that this rule would make next."""
+        """Return the scalars with which TorchRule's next step equals this rule's next step."""
         return self._torch_scalars(scalars)
 
     def _own_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,9 +224,9 @@ class NativeRule(UpdateRule):
         return self.torch_bits or run.grad.dtype is not torch.float32
 
     def _pack(self, runs: list[Run]) -> _Batch:
-        """Check that the kernel can step `runs`, which all have the same `kind_of`, and write the addresses of their
-        arrays into a table. Raises InternalError if it cannot, and ModelError if the step needs state arrays that were
-        not planned."""
+        """Make the kernel's batch of `runs`, which all have the same `kind_of`: check their arrays, and write the
+        addresses into a table. Raises InternalError if the kernel cannot take the arrays, and ModelError if the step
+        needs state arrays that were not planned."""
         first = runs[0]
         values = self._completed(first.hyper)
         hyper = self._kernel_hyper(values, first.scalars)
@@ -264,7 +266,8 @@ class NativeRule(UpdateRule):
         return _Batch(runs=runs, table=table, hyper=hyper, scalars=self._next_scalars(values, first.scalars))
 
     def _update_by_torch(self, runs: Sequence[Run]) -> None:
-        """Step runs with the same `kind_of` by torch's own code. If masters or state are not fp32, step fp32 copies."""
+        """Let torch's own code step runs with the same `kind_of`. If masters or state are not fp32, step fp32
+        copies."""
         first = runs[0]
         hyper = self._completed(first.hyper)
         self.refuse_unplanned(self._array_names(hyper), first.state)
@@ -315,7 +318,7 @@ class NativeRule(UpdateRule):
         return _torch_bits[key]
 
     def _steps_agree(self, hyper: Mapping[str, Any]) -> bool:
-        """Step the same random runs with the kernel and with torch. Return whether all results have the same bits."""
+        """Step the same random runs with the kernel and with torch. Return whether all results are equal."""
         ours, theirs = self._trial_runs(hyper), self._trial_runs(hyper)
         self.update(ours)
         self._update_by_torch(theirs)
@@ -345,8 +348,8 @@ class NativeRule(UpdateRule):
 
 
 def open_kernel(num_threads: int | None = None) -> UpdateKernel | None:
-    """Open the native kernel with torch's square root. Return None if it was not built, or has no code for this
-    processor. `num_threads`: None: as many as this process may keep busy."""
+    """Open the native kernel, and give it MKL's square root if torch has that. Return None if the kernel was not built,
+    or has no code for this processor. `num_threads`: None: as many as this process may keep busy."""
     path = find_library("_update")
     if path is None or not supported_levels(path):
         return None
@@ -367,7 +370,7 @@ def flags_of(**chosen: Any) -> Flag:
 
 
 def find_torch_root() -> MklRoot | None:
-    """Return the MKL function that computes torch's fp32 square root; None if this torch has none."""
+    """Return the addresses of the MKL functions for torch's fp32 square root; None if this torch exports none."""
     torch.ones(1, dtype=torch.float32, device="cpu").sqrt()  # MKL's first call must not race (pytorch#188792)
     path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
@@ -421,7 +424,7 @@ class AdamRule(NativeRule):
 
     Param groups have torch's keys; lr and betas may be 0-d tensors. The group's decoupled_weight_decay chooses AdamW.
     The state arrays are exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq; the scalar is step. If DeepSpeed's key
-    bias_correction is false, all powers of the betas are taken as 0.
+    bias_correction is false, the moments are not corrected.
     """
 
     unsigned_field = "exp_avg_sq"
@@ -471,7 +474,7 @@ class AdamRule(NativeRule):
 
 @final
 class SgdRule(NativeRule):
-    """The rule of torch.optim.SGD. The state array is momentum_buffer, which the first step fills."""
+    """The rule of torch.optim.SGD. With momentum, its state array is momentum_buffer, which the first step fills."""
 
     _class = torch.optim.SGD
     _counts_steps = False
@@ -502,7 +505,7 @@ class SgdRule(NativeRule):
 
 @final
 class AdagradRule(NativeRule):
-    """The rule of torch.optim.Adagrad. The state array is sum, the scalar step."""
+    """The rule of torch.optim.Adagrad. The state array is sum; the scalar is step."""
 
     _class = torch.optim.Adagrad
     _takes_root = True

@@ -24,7 +24,8 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def _decoded_bytes() -> dict[torch.dtype, torch.Tensor]:
-    """Return a table, [256] fp32, for each dtype of codes. Entry b is the decoded value of byte b, for a scale of 1."""
+    """Return dtype of codes -> table, [256] fp32. Entry b of a table is the decoded value of byte b, for a scale of
+    1."""
     code = torch.arange(256, dtype=torch.float64)
     # Products, without pow, so that the tables are equal on every processor. The kernel reads them too.
     signed, square = torch.where(code < 128, code, code - 256) / _SIGNED, (code / _UNSIGNED).square()
@@ -36,7 +37,7 @@ _TABLES = _decoded_bytes()
 
 @final
 class QuantizedAdam(UpdateRule):
-    """Steps as AdamRule does, with moments of 8 bits: dequantizes one chunk to fp32, steps it, and quantizes it again.
+    """Adam with moments of 8 bits: dequantizes one chunk to fp32, steps it as AdamRule does, and quantizes it again.
 
     A block is QUANTIZED_BLOCK_NUMEL neighbouring elements with one scale, their largest magnitude. Blocks are not cut,
     and every parameter begins a new block, so that codes do not depend on the placement. The first moment is scale *
@@ -119,7 +120,7 @@ class QuantizedAdam(UpdateRule):
         return stepped.scalars
 
     def _scratch(self, name: str, array: torch.Tensor) -> torch.Tensor:
-        """Return fp32 memory, [n], for the decoded values of `array`: the codes of the state array called `name`."""
+        """Return fp32 memory, [n], for the decoded values of `array`, the codes of the state array `name`."""
         kept, numel = self._floats.get(name), array.numel()  # all chunks share it: it stays in the cache
         if kept is None or kept.numel() < numel or kept.device != array.device:
             kept = self._floats[name] = torch.empty(numel, device=array.device)
@@ -153,8 +154,8 @@ def _table(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 def quantize(
     codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, seed: int | None, kernel: UpdateKernel | None
 ) -> None:
-    """Compute `codes` and `scales` from `values`, [n] fp32. `seed`: the seed of stochastic rounding; None: round to
-    nearest, so that values from `dequantize` get their old codes. torch and the kernel give the same bits."""
+    """Compute `codes` and `scales` from `values`, [n] fp32. `seed`: the seed of stochastic rounding; None: torch rounds
+    to nearest, and values from `dequantize` get their old codes. torch and the kernel give the same bits."""
     if kernel is not None and seed is not None:
         kernel.convert(_moments(codes, scales, values, seed & 0xFFFFFFFF, quantizes=True))
         return

@@ -19,7 +19,8 @@ from tiered_zero.sizes import align_up
 
 _CPU_CHUNK_NUMEL = 1 << 17
 _DEVICE_CHUNK_NUMEL = 1 << 22
-"""Limits of temporary memory: the most elements that a step processes at once, on the CPU and on an accelerator."""
+"""Limits of temporary memory: the most elements in one batch of `batches`, on the CPU (by default) and on an
+accelerator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +42,8 @@ class StateField:
 class Run:
     """One slice of master weights with its gradient and state: the input of one update.
 
-    For an elementwise rule the arrays are [n], and the slice may start and end anywhere, in several parameters. For any
-    other rule the arrays are one whole parameter in its own shape.
+    For an elementwise rule the arrays are [n], and the slice may start and end anywhere and span several parameters.
+    For any other rule the slice is one whole parameter in its own shape.
     """
 
     master: torch.Tensor  # fp32, updated in place; or int16 remainders, with the old parameter in `out`
@@ -66,7 +67,8 @@ class UpdateRule(ABC):
 
     name: str
     elementwise: bool
-    """Whether element i of each output depends only on element i of the inputs. Runs may then be cut anywhere."""
+    """Whether element i of each output depends only on element i of the inputs (8-bit state: on its block). Runs may
+    then be cut anywhere (between blocks)."""
 
     unsigned_field: str | None = None
     """The name of a state array without negative values; None: the rule has none. The sign bits of this array may store
@@ -76,11 +78,12 @@ class UpdateRule(ABC):
     """Whether a step changes values of its param group, such as a step count."""
 
     temporaries: int = 4
-    """The most temporary fp32 arrays of a step on an accelerator, each as long as the stepped runs. Copies of state and
-    gradients are not counted. No torch class needs more than 4."""
+    """The most temporary fp32 arrays in a step on an accelerator. Each is as long as the stepped runs together. Copies
+    of state and gradients are not counted. No torch class needs more than 4."""
 
     kernel: UpdateKernel | None = None
-    """The native kernel, which computes updates and gradient norms; None: torch's operations compute both."""
+    """The native kernel. It computes updates on the CPU, and gradient norms. None: torch's operations compute the
+    updates."""
 
     @abstractmethod
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
@@ -118,7 +121,7 @@ class UpdateRule(ABC):
         return dict(scalars)
 
     def announce(self) -> None:
-        """Log whether the native kernel or torch computes the update. Rules without a kernel log nothing."""
+        """Log whether the native kernel or torch computes the update. TorchRule logs nothing."""
         return
 
     def close(self) -> None:
@@ -136,12 +139,12 @@ class UpdateRule(ABC):
 
     def advance_groups(self, groups: Sequence[dict[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> None:
         """Make the changes of one step, such as new step counts, in the user's param `groups`. `frozen`: copies of the
-        groups from before the changes, which the step reads. Called on the driver thread, before `update`."""
+        groups from before these changes. The step reads these copies. Called on the driver thread, before `update`."""
         return
 
     @abstractmethod
     def update(self, runs: Sequence[Run]) -> None:
-        """Make one optimizer step on every run, in place. Invalid arguments raise before anything is written."""
+        """Make one optimizer step on every run: change `master`, `state` and `out` in place, and replace `scalars`."""
 
 
 def batches(
@@ -169,8 +172,9 @@ def batches(
 
 @contextmanager
 def packed(runs: Sequence[Run], block_numel: int = 1, per_block: Collection[str] = ()) -> Iterator[Run]:
-    """Join `runs` into one run of copies, yield it, and copy its results back after the with-block. Each run begins at
-    a multiple of `block_numel`; gaps are zero. `per_block`: the state arrays with one element per block."""
+    """A context manager that joins `runs` into one run of copies, and copies its results back after the block. A single
+    run is yielded without a copy. In the joined run each run begins at a multiple of `block_numel`, and gaps are zero.
+    `per_block`: the state arrays with one element per block."""
     first = runs[0]
     if len(runs) == 1:
         yield first

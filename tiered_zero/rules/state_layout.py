@@ -9,7 +9,7 @@ tiered_zero.state_format:
 | lossy_bf16_moments | 8 + 2 | lossy: both moments in bf16, stochastically rounded |
 | lossy_8bit_moments | 6.25 + 2 | lossy: both moments in 8 bits, one fp32 scale for 32 of them |
 
-[Note: bf16 and remainder] A fp32 master is stored as its bf16 parameter and 16 more bits: 4 bytes for both instead of
+[Note: bf16 and remainder] An fp32 master is stored as its bf16 parameter and 16 more bits: 4 bytes for both instead of
 6, with
 
     master = (bits of the parameter << 16) + remainder + (mark << 16)
@@ -17,8 +17,8 @@ tiered_zero.state_format:
 The parameter is the master rounded to nearest, ties to even. The remainder is a signed 16-bit number, the low half of
 the master. Sixteen bits are not enough, because an even parameter stands for 65,537 masters, both neighbouring ties
 included. The mark is the additional bit. It is set if the master is a tie above (in magnitude) its even parameter. The
-mark is stored in the sign of Adam's second moment, which is never negative. Infinities are kept; every NaN becomes the
-same NaN.
+mark is stored in the sign of Adam's second moment, which is never negative. Infinities are kept. A NaN stays a NaN, but
+its other bits may change.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tiered_zero.rules.rule import StateField, UpdateRule
 from tiered_zero.sizes import PAGE_NBYTES, align_up
 
 _STEP_NUMEL = 1 << 16
-"""The most masters that are split at once, which keeps temporaries small."""
+"""The most masters that `RemainderMasters.replace` splits at once. This limits temporary memory."""
 
 _NAN = 0x7FC00000
 _WORD = 0xFFFFFFFF
@@ -52,7 +52,7 @@ def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
 
 
 def join_master(parameter: torch.Tensor, remainder: torch.Tensor, mark: torch.Tensor) -> torch.Tensor:
-    """Invert `split_master`: return the fp32 masters, bit for bit."""
+    """Invert `split_master`: return the fp32 masters, bit for bit except the bits of NaNs."""
     high = (parameter.view(torch.int16).to(torch.int32) + mark) << 16
     return (high + remainder.to(torch.int32)).view(torch.float32)
 
@@ -89,7 +89,8 @@ class MasterFormat(ABC):
 
     def bind(self, master: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
         """Return the array, [n], that the update steps as masters. `master`: the stored array, [n]. `params`: the
-        memory for the new parameters, [n]; if `follows_params`, it holds the present parameters."""
+        memory for the new parameters, [n]. With `follows_params` it holds the present parameters, and changed ones are
+        first copied to the masters."""
         return master
 
     @abstractmethod
@@ -103,8 +104,8 @@ class MasterFormat(ABC):
 
     @abstractmethod
     def follow(self, parts: Parts, new: torch.Tensor, old: torch.Tensor | None) -> Parts | None:
-        """Return the arrays to store after user code has changed parameters from `old` to `new`, [n]; None if no
-        parameter changed. A changed parameter's new value becomes its master. `old` may be None if `needs_params` is
+        """Return the arrays to store after user code has changed parameters from `old` to `new`, [n]; None if the
+        arrays do not change. A changed parameter's new value becomes its master. `old` may be None if `needs_params` is
         false."""
 
     @abstractmethod
@@ -179,8 +180,8 @@ class ParamMasters(MasterFormat):
 
 @final
 class RemainderMasters(MasterFormat):
-    """Stores int16 remainders of bf16 parameters; the signs of second moments hold the marks. See [Note: bf16 and
-    remainder]."""
+    """Stores the int16 remainders of masters of bf16 parameters. The signs of second moments hold the marks. See [Note:
+    bf16 and remainder]."""
 
     dtypes = (torch.int16, torch.float32)
     needs_params = True
@@ -190,7 +191,8 @@ class RemainderMasters(MasterFormat):
         return join_master(params, parts[0], parts[1].signbit())
 
     def replace(self, parts: Parts, master: torch.Tensor, params: torch.Tensor | None = None) -> None:
-        """See `MasterFormat.replace`. The signs of second moments become the marks."""
+        """Write the remainders of `master` to `parts[0]`, and its marks to the signs of the second moments, `parts[1]`.
+        Write the rounded masters to `params`, if given."""
         for start in range(0, master.numel(), _STEP_NUMEL):
             own = slice(start, start + _STEP_NUMEL)
             rounded, remainder, mark = split_master(master[own])
@@ -278,20 +280,23 @@ class StateLayout:
         self._end += align_up(field.nbytes, PAGE_NBYTES)
 
     def master(self, raw: torch.Tensor) -> torch.Tensor:
-        """Return a view, [numel], of the stored masters in `raw`, the slot's bytes; slices of it are `Run.master`."""
+        """Return a view of the stored masters, [numel], in `raw`, the slot's bytes. It is empty if the slot stores
+        none."""
         if not self.masters.dtypes:
             return raw[:0].view(torch.float32)
         dtype = self.masters.dtypes[0]
         return raw[: dtype.itemsize * self.subgroup.numel].view(dtype)
 
     def initialize(self, raw: torch.Tensor) -> None:
-        """Set the state in `raw`, the slot's bytes, to zero before the first update."""
+        """Set the state in `raw`, the slot's bytes, to zero before the first update. Set masters that follow the
+        parameters to NaN: the first update then copies all parameters to them."""
         if self.masters.follows_params:
             self.master(raw).fill_(float("nan"))  # differs from every parameter: the first update takes them all
         raw[self.master_nbytes :].zero_()
 
     def master_spans(self, segment: Segment) -> list[tuple[int, int, torch.dtype]]:
-        """Return (first byte in the slot, number of bytes, dtype) of each array with masters of `segment`."""
+        """Return (first byte in the slot, number of bytes, dtype) of the part of `segment` in each array that stores
+        masters."""
         spans, start = [], 0
         for dtype in self.masters.dtypes:
             spans.append((start + dtype.itemsize * segment.start, dtype.itemsize * segment.numel, dtype))
@@ -335,12 +340,14 @@ class StateLayout:
         return [array.field for array in self.arrays_for(piece)]
 
     def arrays_for(self, piece: ParamPiece) -> list[StateArray]:
-        """Return the arrays that hold a piece's state: those of the whole sub-group, or the piece's own."""
+        """Return the arrays that hold a piece's state: arrays of the whole sub-group that the piece's param group
+        needs, or the piece's own."""
         return self._shared_of_group.get(piece.group, []) + self._arrays_of.get(piece.index, [])
 
 
 def _shaped(piece: ParamPiece, field: StateField, memory: torch.Tensor) -> torch.Tensor:
-    """Return `memory` as a view in the field's shape. A field of the parameter's shape gets the parameter's strides."""
+    """Return `memory` as a view in the field's shape. A field with the parameter's shape gets the parameter's strides,
+    unless it has strides of its own."""
     if field.stride is not None:
         return memory.as_strided(field.shape, field.stride)
     return piece.param.view(memory) if field.shape == piece.param.shape else memory.view(field.shape)
@@ -358,9 +365,9 @@ def _view(raw: torch.Tensor, array: StateArray) -> torch.Tensor:
 def check_params(
     masters: MasterFormat, subgroups: Iterable[SubGroup], param_tiers: Mapping[Unit, str], state_tiers: Sequence[str]
 ) -> None:
-    """Raise ConfigError if the format computes masters from parameters that the update cannot read: if a parameter is
-    not bf16, or if only one of parameter and state rests on the device. `param_tiers`: unit -> tier.
-    `state_tiers`: the tier of each sub-group's state."""
+    """Raise ConfigError if the format needs the parameters (`needs_params`) but cannot use them: if a parameter is not
+    bf16, or if only one of parameter and state rests on the device. `param_tiers`: unit -> tier. `state_tiers`: the
+    tier of each sub-group's state."""
     held = ((segment.unit, state_tiers[subgroup.index]) for subgroup in subgroups for segment in subgroup.segments)
     for unit, state_tier in held if masters.needs_params else ():
         if unit.dtype != torch.bfloat16:

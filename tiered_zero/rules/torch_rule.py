@@ -32,7 +32,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def bare_copy(optimizer: Optimizer) -> Optimizer:
-    """Copy an optimizer, except its parameters, its state, its step hooks, and the wrapper around `step` that a
+    """Copy an optimizer, except its param groups, its state, its step hooks, and the wrapper around `step` that a
     scheduler adds."""
     bare = type(optimizer).__new__(type(optimizer))
     omitted = ("step", "param_groups", "state")
@@ -82,9 +82,8 @@ def advance(
     tracks_group: bool = False,
 ) -> tuple[list[State], Group]:
     """Step `optimizer` once on `leaves`, its only parameters. `group`: the values of their param group. `states`: the
-    state of each leaf. Return each leaf's new state, and the values of the group that the step changed. `tracks_group`:
-    whether to look for group values that the step changed; False if the optimizer's class is known to change none of
-    them."""
+    state of each leaf. Return each leaf's new state, and the group values that the step changed. `tracks_group`:
+    whether to look for changed group values; False: return {} for them."""
     own = copied_group(group) if tracks_group else group
     optimizer.param_groups = [{**own, "params": list(leaves)}]
     optimizer.state = defaultdict(dict, zip(leaves, states, strict=True))
@@ -116,7 +115,8 @@ def numbers(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Return whether two values have the same type and the same contents; a NaN equals a NaN."""
+    """Return whether two values have the same type and contents. Two float NaNs are the same; tensors with a NaN, or on
+    the meta device, never are."""
     if type(left) is not type(right):
         return False
     if isinstance(left, torch.Tensor):
@@ -148,7 +148,8 @@ def cloned_all(scalars: Sequence[Mapping[str, Any]]) -> list[State]:
 
 def flattened(state: Mapping[str, Any]) -> State:
     """Return a parameter's state without nested containers: an item of a list, tuple or dict `name` is called
-    "name.key". `nested` reverses this. Raises ModelError if two items get the same name."""
+    "name.key". `nested` reverses this. Raises ModelError if two items get the same name or a key is neither str nor
+    int."""
     flat: State = {}
     for name, value in state.items():
         _flatten(name, value, flat)
@@ -193,8 +194,8 @@ def example_leaf(values: torch.Tensor) -> torch.Tensor:
 
 
 def leaves_of(runs: Sequence[Run]) -> list[torch.Tensor]:
-    """Return the masters of `runs` as leaf tensors. `.grad` is the run's gradient in fp32, multiplied by
-    `Run.grad_scale`."""
+    """Return the masters of `runs` as leaf tensors. The `.grad` of a leaf is its run's gradient in fp32, multiplied by
+    `grad_scale`, which all runs share."""
     leaves = [run.master.detach().requires_grad_() for run in runs]
     grads = [run.grad for run in runs]
     if any(grad.dtype != torch.float32 for grad in grads):
@@ -265,13 +266,13 @@ class TorchRule(UpdateRule):
     """Steps with the code of an optimizer's class. Results have the bits that the optimizer gives with whole fp32
     parameters and gradients.
 
-    A class in ELEMENTWISE gets [n] runs, cut anywhere. Any other class gets whole parameters, one at a time, and must
-    update each independently of the others. Arrays of the state are in `Run.state`, all other state is in
-    `Run.scalars`."""
+    A class in ELEMENTWISE gets runs of shape [n], cut anywhere, unless `fused` is set. Any other class gets whole
+    parameters, one at a time, and must update each independently of the others. Arrays of the state are in `Run.state`,
+    all other state is in `Run.scalars`."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        """Make the rule for `optimizer`, which is neither changed nor stepped. Raises ModelError if its class cannot
-        step one parameter at a time."""
+        """Make the rule for `optimizer`, which is neither changed nor stepped. Raises ModelError as `refuse_class`
+        does."""
         kind = type(optimizer)
         refuse_class(kind)
         defaults = optimizer.defaults
@@ -369,7 +370,7 @@ class TorchRule(UpdateRule):
         return own
 
     def _try_state(self, state: State, hyper: Mapping[str, Any]) -> None:
-        """Step one element from `state` as a trial. Raises ModelError if that fails."""
+        """Try to step one element that has the state `state`. Raises ModelError if that fails."""
         leaf = example_leaf(torch.zeros(1))
         try:
             with dry_steps():
@@ -415,7 +416,8 @@ class TorchRule(UpdateRule):
             torch._foreach_copy_(outs, [piece.master for piece in pieces if piece.out is not None])
 
     def _store(self, run: Run, leaf: torch.Tensor, after: State) -> None:
-        """Copy a step's results, the parameter `leaf` and the state `after`, to the arrays of `run` except `out`."""
+        """Copy a step's results, the parameter `leaf` and the state `after`, to the arrays of `run` except `out`, and
+        to `run.scalars`."""
         arrays, scalars = self._split(after)
         run.scalars = scalars if type(self._optimizer) in ELEMENTWISE else cloned(scalars)  # others may keep references
         for name, home in run.state.items():
@@ -471,7 +473,9 @@ class TorchRule(UpdateRule):
         return arrays, scalars
 
     def _dry_run(self, shape: tuple[int, ...], hyper: Mapping[str, Any], device: str) -> list[StateField]:
-        """Describe the state arrays after two trial steps on a parameter of ones. Raises ModelError if a step fails."""
+        """Make two trial steps on a parameter of ones, and describe the state arrays after them. Set
+        `keeps_group_state` if the first step changes the param group. Raises ModelError if a step fails or an array is
+        empty."""
         optimizer = bare_copy(self._optimizer)
         leaf = example_leaf(torch.ones(shape, device=device))
         try:
@@ -499,8 +503,8 @@ class TorchRule(UpdateRule):
         ]
 
     def advance_groups(self, groups: Sequence[dict[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> None:
-        """If the class changes its param groups in a step, apply the changes of one step to the user's `groups`. A
-        trial step on a small parameter finds these changes. `frozen`: the values of the groups before the step."""
+        """Change the user's `groups` as one step of the optimizer would. A trial step on a small parameter finds the
+        changes. `frozen`: the values of the groups before the step."""
         self._expected = []
         if not self.keeps_group_state:
             return
@@ -523,8 +527,9 @@ class TorchRule(UpdateRule):
             )
 
     def _refuse_coupling(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> None:
-        """Raise ModelError if the class does not update each parameter independently. Two small parameters are stepped
-        together by the class, and one by one by this rule: their bits must be equal."""
+        """Raise ModelError if the class does not update each parameter independently. The class steps two small
+        parameters together, and this rule steps them one by one: the bits must be equal. Nothing is raised if the class
+        cannot step them."""
         generator = torch.Generator().manual_seed(0)
         starts = torch.randn((2, *shape), generator=generator)
         grads = torch.randn((PROBE_STEPS, 2, *shape), generator=generator)
@@ -591,7 +596,8 @@ def _stride(array: torch.Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | No
 
 
 def refuse_class(kind: type[Optimizer]) -> None:
-    """Raise ModelError for a class that cannot step one parameter at a time."""
+    """Raise ModelError for a class that cannot train across tiers: a wrapper of another optimizer, a ScheduleFree
+    class, or one of REFUSED."""
     if isinstance(inspect.getattr_static(kind, "param_groups", None), property):
         raise ModelError(
             f"{kind.__name__} cannot train across tiers: it wraps another optimizer, which has its param groups and "

@@ -24,7 +24,8 @@ from tiered_zero.unit.unit import PagedUnit, UnitState, UnitTable, WeightState
 logger = logging.getLogger("tiered_zero")
 
 Use = tuple[str, PagedUnit]
-"""One use of a unit: ("forward" or "backward", the unit)."""
+"""One use of a unit: (pass name, unit). The pass name is "forward", "backward" or "idle" (see
+`CallPhase.pass_name`)."""
 
 Pair = tuple[Use | None, Use | None]
 """Two successive uses; None stands for a use before the first one."""
@@ -35,9 +36,9 @@ class Schedule:
     """Predicts the next uses of units: stores, for each pair of successive uses, the use that followed it last time. A
     wrong prediction costs only time. Keys are pairs, because a pass uses a tied unit twice (embedding, then head).
 
-    [Note: Expected uses] The expected uses are the predicted next ones, in order. A use becomes expected when its unit
-    is prefetched, or is already on the device. If the next use is not the first of them, all expected uses are
-    dropped."""
+    [Note: Expected uses] The expected uses are the predicted next uses, in order. A use becomes expected when its unit
+    is prefetched, or is already on the device. If the actual next use is not the first expected use, all expected uses
+    are dropped."""
 
     def __init__(self) -> None:
         self._next: dict[Pair, Use] = {}
@@ -51,20 +52,20 @@ class Schedule:
         """Pair that ends with a use of a unit -> the number of elements that were used last time between this use and
         the unit's next use."""
         self._ahead: deque[Use] = deque()
-        """The expected uses."""
+        """The expected uses, the next one first. [Note: Expected uses]"""
         self._tip: Pair = (None, None)
         """The pair that ends with the last expected use, or `_last` if no use is expected."""
         self.expected: dict[PagedUnit, int] = {}
         """Unit -> the number of its expected uses. Has no key for a unit without expected uses."""
         self._counted: set[PagedUnit] = set()
-        """The expected units whose elements `expected_numel` counts. A unit that was in use when it became expected is
-        not counted."""
+        """The expected units whose elements `expected_numel` counts. A unit that was `current` in `expect_next` when it
+        became expected is not counted."""
         self.expected_numel = 0
         """The number of elements of the units in `_counted`."""
 
     def observe(self, phase: str, unit: PagedUnit, numel: int) -> bool:
-        """Record a use of `unit`, with `numel` elements, in the pass `phase`. Successive uses of one unit are one use.
-        Return False if another use was expected; the caller must then call `end_expected`."""
+        """Record a use of `unit`, which has `numel` elements, in the pass `phase`. Successive uses of one unit in one
+        pass count as one. Return False if another use was expected; the caller must then call `end_expected`."""
         use = (phase, unit)
         if use == self._last[1]:
             return True
@@ -104,10 +105,9 @@ class Schedule:
     # -- ahead -----------------------------------------------------------------------------------------------------
 
     def expect_next(self, current: PagedUnit, until: str = "") -> Iterator[PagedUnit]:
-        """Make the next uses expected, one by one, in the order in which they came last time. Before the first use of a
-        unit becomes expected, yield the unit, so that the caller can fetch it; the unit in use, `current`, is not
-        yielded. Stop before a use in the pass `until`, when the next use is unknown, and when the known uses begin to
-        repeat."""
+        """Add the predicted next uses to the expected ones, one by one. If a unit has no expected use yet, yield the
+        unit first, so that the caller can fetch it. Do not yield `current`, the unit in use. Stop before a use in the
+        pass `until`, when the next use is unknown, and when the known uses begin to repeat."""
         seen = set()
         while (pair := self._tip) not in seen and len(self._ahead) < len(self._next):
             if (use := self._next.get(pair)) is None or use[0] == until:
@@ -124,11 +124,11 @@ class Schedule:
 
     @property
     def next_phase(self) -> str:
-        """The pass ("forward" or "backward") that will use the unit that `expect_next` has just yielded."""
+        """The name of the pass that will use the unit just yielded by `expect_next`."""
         return self._next[self._tip][0]
 
     def end_expected(self) -> list[PagedUnit]:
-        """Drop all expected uses. Return their units, the one used farthest ahead first."""
+        """Drop all expected uses. Return their units, in the order of `expected_units`."""
         units = self.expected_units()
         self._ahead.clear()
         self.expected.clear()
@@ -138,19 +138,20 @@ class Schedule:
         return units
 
     def expected_units(self) -> list[PagedUnit]:
-        """List the units that have expected uses, each once, the one used farthest ahead first."""
+        """List the units that have expected uses, each once, in reverse order of their first expected use."""
         return list(dict.fromkeys(map(itemgetter(1), self._ahead)))[::-1]
 
 
 @final
 class UnitCache:
-    """Moves whole units between their homes and the device. Used on the driver thread or autograd's.
+    """Fetches whole units from their homes to the device, and evicts them. Used on the driver thread, or on autograd's
+    threads.
 
     [Note: Order of gathers] If homes hold shards, every fetch is a gather, so all ranks must fetch and evict the same
     units in the same order. With several ranks, decisions here depend only on the schedule, the plan and the units'
     states. They do not depend on what may differ between ranks: whether a transfer is done, and which views of a unit
-    other code holds. An evicted unit keeps its memory while other code holds a view of it. Decisions count this memory
-    as free, but the check of the device's limit counts it as used."""
+    other code holds. An evicted unit keeps its memory while other code holds a view of it. With several ranks,
+    decisions count this memory as free; only the check that raises BudgetError counts it as used."""
 
     def __init__(self, runtime: Runtime, inventory: Inventory, limits: PagerLimits, units: UnitTable) -> None:
         self._accelerator = runtime.accelerator
@@ -164,7 +165,8 @@ class UnitCache:
         """Paged units that have memory, the least recently used first."""
         self._live_nbytes = 0
         self._kept_nbytes = 0
-        """The bytes of offloaded units that still have memory, because other code holds or held a view of it."""
+        """The bytes of offloaded units that still have device memory, because other code holds or held a view of
+        them."""
         self._shares_order = runtime.collectives.world_size > 1
         """Whether every rank must make the same decisions. [Note: Order of gathers]"""
         self._has_warned = False
@@ -193,8 +195,9 @@ class UnitCache:
     # -- fetch -----------------------------------------------------------------------------------------------------
 
     def fetch(self, paged: PagedUnit) -> None:
-        """Fetch a unit that is about to be used, and evict idle units to make room. Raises BudgetError if the units in
-        use leave no room in the plan, and OutOfMemoryError if the device has no free memory."""
+        """Start to fetch a unit that is about to be used; evict idle units first if there is no room. Raises
+        BudgetError if units that cannot be evicted take too much memory, OutOfMemoryError if the device has none left,
+        and ParameterOffloadedError if the engine is closed."""
         if self.is_closed:
             self.refuse_closed(paged)
         if self._kept_nbytes or self._missing_nbytes(paged) > 0:
@@ -235,8 +238,8 @@ class UnitCache:
             raise
 
     def _gather(self, paged: PagedUnit, fetch: Transfer) -> Transfer:
-        """Start to gather a unit's shards, after `fetch` has brought this rank's shard. Return the gather's
-        transfer."""
+        """Start the gather of a unit's shards, and return its transfer. The gather runs once `fetch` has brought this
+        rank's shard."""
         name, flat = paged.unit.name, self._accelerator.alias(paged.storage.flat)
         order = f"{name}, change {paged.version}"
         return self._collectives.all_gather(flat, flat[paged.own], f"unit {name}", after=[fetch], order=order)
@@ -264,8 +267,8 @@ class UnitCache:
                 return
 
     def _prefetch(self, paged: PagedUnit, current: PagedUnit) -> bool:
-        """Fetch a unit ahead of its use. To make room, evict units that are not in use, except `current` and
-        expected units. Return False if there is no room even then."""
+        """Fetch a unit ahead of its use. To make room, evict units without users, except `current` and expected units.
+        Return False if there is no room even then."""
         missing_nbytes, victims = self._missing_nbytes(paged), []
         if missing_nbytes > 0:
             for idle in self._idle():
@@ -291,7 +294,7 @@ class UnitCache:
         return True
 
     def _may_prefetch(self, paged: PagedUnit) -> bool:
-        """Return False while an update of the unit that began in backward may still run; else True."""
+        """Return whether the unit may be prefetched: not while its update, begun in backward, may still run."""
         if paged.weights is not WeightState.UPDATING:
             return True
         # A fetch would wait for the update, and the update for gradients. To compute these, backward may need a later
@@ -304,8 +307,8 @@ class UnitCache:
     # -- evict -----------------------------------------------------------------------------------------------------
 
     def retire(self, paged: PagedUnit) -> None:
-        """Guard the unit, if it is paged and has no users. Evict it too, unless there is room and its next use is
-        predicted within `PagerLimits.reuse_numel` elements."""
+        """Guard the unit, if it is paged and has no users. Keep it on the device only if there is room and its next use
+        is predicted within `PagerLimits.reuse_numel` elements; else evict it."""
         if paged.num_users or paged.state is not UnitState.IN_USE or paged.is_resident:
             return
         self.guard(paged)
@@ -325,7 +328,7 @@ class UnitCache:
             paged.guard()
 
     def evict(self, paged: PagedUnit) -> None:
-        """Evict a unit, unless it is resident. It keeps its memory while other code holds a view of it."""
+        """Evict a unit, unless it is resident. If other code holds a view of the unit, its memory is not freed yet."""
         storage = paged.storage
         if not storage.is_full or paged.is_resident:
             return
@@ -361,14 +364,15 @@ class UnitCache:
         return (paged for paged in tuple(self._order) if paged not in expected and self._can_evict(paged))
 
     def _idle_ahead(self) -> Iterator[PagedUnit]:
-        """Yield the units that can be evicted but are expected to be used, the one used farthest ahead first."""
+        """Yield the units that can be evicted but are expected to be used, in the order of
+        `Schedule.expected_units`."""
         return (paged for paged in self.schedule.expected_units() if self._can_evict(paged))
 
     def _can_evict(self, paged: PagedUnit) -> bool:
         return paged.is_idle if self._shares_order else paged.is_evictable
 
     def _kept(self) -> list[PagedUnit]:
-        """List the offloaded units that still have memory although the view that kept it is gone."""
+        """List the offloaded units that still have memory, although no other code holds a view of them any more."""
         return [paged for paged in self._order if paged.is_kept and not paged.storage.is_viewed]
 
     def _missing_nbytes(self, paged: PagedUnit) -> int:

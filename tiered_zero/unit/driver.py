@@ -17,11 +17,11 @@ from tiered_zero.system import OwnProcess
 
 
 class Phase(Enum):
-    """What the engine's call does now.
+    """What the engine does now.
 
-    * IDLE: no call runs; weights may be read through `gathered` and `state_dict`.
+    * IDLE: none of the calls below runs; weights may be read through `gathered` and `state_dict`.
     * FORWARD, BACKWARD: the engine's forward or backward runs.
-    * DROP: gradients of the step are being dropped.
+    * DROP: `zero_grad` drops the step's gradients or sets them to zero.
     * STEP: `step()` runs, and its update has not begun.
     * UPDATE: from the start of the update until the step is complete."""
 
@@ -41,18 +41,19 @@ class CallPhase:
     def __init__(self) -> None:
         self.now = Phase.IDLE
         self.has_own_backward = False
-        """Whether a backward runs that the user started without the engine."""
+        """Whether a backward runs that the user has started outside of the engine's calls."""
         self.step_follows = False
-        """Whether the running backward is that of the last micro-batch of its step."""
+        """Whether the engine's running (or last) backward belongs to the last micro-batch of a step."""
         self.records = True
         """Whether grad mode was on when the outermost forward began. Inside this forward, a reentrant checkpoint turns
         grad mode off."""
         self.task: int | None = None
-        """The last backward that the engine has noticed, as the id of its graph task in autograd."""
+        """The id of autograd's graph task for the last backward that the engine has noticed; None before the first."""
 
     @property
     def pass_name(self) -> str:
-        """The pass that uses parameters now: "forward", "backward" or "idle"."""
+        """The pass that runs now: "forward" (a call of the engine), "backward" (also the user's own), else "idle". A
+        module that the user calls directly runs in "idle"."""
         if self.has_own_backward or self.now is Phase.BACKWARD:
             return "backward"
         return "forward" if self.now is Phase.FORWARD else "idle"
@@ -65,12 +66,13 @@ class DriverThread:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        """Guards the three fields below. It is reentrant, because a signal handler may run while the lock is held."""
+        """Held while a thread checks and sets the three fields below, except to leave. It is reentrant, because a
+        signal handler may run while the lock is held."""
         self._inside: threading.Thread | None = None
         self._depth = 0
         self._in_backward: threading.Thread | None = None
-        """The thread that runs a backward which the user has started without the engine. It stays set if an exception
-        ends that backward."""
+        """The thread that has called a backward without the engine; None if there is none or it is unknown. The field
+        stays set if an exception ends that backward."""
         self.was_broken_off = False
         """Whether a KeyboardInterrupt or SystemExit has ended a call since the last abort. [Note: Interrupted calls]"""
         self.process = OwnProcess()
@@ -112,8 +114,8 @@ class DriverThread:
                 self._inside = None
 
     def begin_backward(self) -> None:
-        """Reserve the engine for the thread of a backward that the user has started without the engine. The reservation
-        ends with `end_backward` or with that backward. Raises ModelError if another thread is inside."""
+        """Reserve the engine for the thread that has called the running backward without the engine. The reservation
+        ends at `end_backward`, or when that backward ends. Raises ModelError if another thread is inside."""
         with self._lock:
             self.check(BACKWARD)
             self._in_backward = _thread_in_backward()

@@ -31,14 +31,14 @@ def gathered(
     """Make parameters plain, with full values on the device, for the length of the block.
 
     `target`: a module (all its parameters), one parameter, or several. Together they must fit into
-    stage3_max_live_parameters and the device's memory. `modify`: keep changes. At the end of the block they are written
-    to the parameters' homes, and changed elements also to the fp32 masters. If the block raises, nothing is written,
-    and the changes on the device are lost, at the latest by the next update. Without `modify` a change raises
-    ModelError at the end of the block. `modifier_rank`: with `modify`, every rank gets the values of the rank with this
-    number. At stage 3, or with `modify`, every rank must enter the block.
+    stage3_max_live_parameters and the device's memory. `modify`: keep changes. At the end of the block the parameters
+    are written to their homes, and changed elements also to the fp32 masters. If the block raises, nothing is written,
+    and the changes on the device are lost at the next update or earlier. Without `modify` a change raises ModelError at
+    the end of the block. `modifier_rank`: with `modify`, every rank gets the values of the rank with this number. At
+    stage 3, or with `modify`, every rank must enter the block.
 
-    Results computed inside may be differentiated after the block, until the parameters change. Parameters that no
-    engine pages are left alone."""
+    Results computed inside may be differentiated after the block, until the parameters change. Parameters of no engine
+    are left alone. Raises ParameterOffloadedError for an offloaded parameter of a closed engine."""
     if isinstance(target, nn.Module):
         params = list(target.parameters())
     else:
@@ -59,8 +59,8 @@ def paged_by(param: nn.Parameter) -> Pager | None:
 
 
 def _saving_views(params: Iterable[nn.Parameter]) -> AbstractContextManager[object]:
-    """Return a context manager. Inside it, autograd saves views of the units of `params` by name, not by address.
-    Backward then takes the view anew from the unit's memory, which may have been freed and filled since."""
+    """Return a context manager in which autograd saves views of the units of `params` by name, not by address. Backward
+    then makes each view anew from the unit's memory, which may have been freed and filled again."""
     found = {id(pager): pager.saved_views for param in params if (pager := paged_by(param)) is not None}
     return saved_tensors_hooks(partial(_pack, list(found.values())), _unpack) if found else nullcontext()
 
@@ -88,7 +88,8 @@ def gather(params: Iterable[nn.Parameter], modify: bool, modifier_rank: int = 0)
 
 
 def _paged(params: Iterable[nn.Parameter]) -> dict[PagedUnit, Pager]:
-    """Map the unit of each parameter to its pager. Raises ParameterOffloadedError if the engine is closed."""
+    """Map the unit of each parameter to its pager; skip parameters of no engine. Raises ParameterOffloadedError for an
+    offloaded parameter of a closed engine."""
     found: dict[PagedUnit, Pager] = {}
     for param in params:
         if (pager := paged_by(param)) is not None:
@@ -143,9 +144,9 @@ def _write_back(pager: Pager, paged: PagedUnit, old: torch.Tensor | None, modifi
 
 @runs_outside_modes
 def _drop_change(paged: PagedUnit) -> str | None:
-    """Return the name of a parameter of `paged` that user code has changed without writing the change back; None if
-    there is none. After a change, mark the unit as stale, unless it is resident, so that its next use fetches it from
-    its home."""
+    """Return the name of a parameter of `paged` whose change by user code was not written back. Return None if there is
+    none, or if the unit has other users. After a change, mark the unit as stale, unless it is resident. Its next use
+    then fetches it from its home."""
     if paged.num_users > 1 + paged.is_resident:  # an outer block searches at its own end
         return None
     if (changed := paged.storage.end_change()) is not None:

@@ -45,7 +45,8 @@ class FaultHandler(Protocol):
         """Return a copy of the parameter on the CPU while a state_dict is taken; else return None."""
 
     def idle_copy(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Return a CPU copy of an offloaded parameter, to copy or pickle its module; None while modules run."""
+        """Return a CPU copy of an offloaded parameter, to copy or pickle its module. Return None while modules or a
+        backward run, and after the engine is closed."""
 
     def watch(self, param: nn.Parameter) -> None:
         """Copy the values of a parameter in use before user code gets its memory. [Note: Writes through .data]"""
@@ -83,8 +84,8 @@ class ClosedEngine:
         self._own_class = own_class
 
     def revive(self, param: nn.Parameter, func: Callable[..., Any], args: Sequence[Any]) -> bool:
-        """If `func(*args)` assigns the parameter a value, as load_state_dict() does, make the parameter a plain one
-        with this value. Return whether `func(*args)` assigns a value."""
+        """Make the parameter plain if `func(*args)` assigns it a value, as load_state_dict() does. It then has this
+        value. Return whether `func(*args)` assigns a value."""
         if func not in (torch.Tensor.copy_, set_data) or args[0] is not param:
             return False
         if isinstance(value := args[1], OffloadedParameter):
@@ -117,8 +118,9 @@ class ClosedEngine:
 
 
 class GradientHome(Protocol):
-    """Holds gradients between backward and step(): the GradientStore. `is_shown`: whether `param.grad` of a parameter
-    in use reads and assigns these gradients; `param.grad` of a guarded parameter always does."""
+    """Interface of the GradientStore, which holds gradients between backward and step(). `is_shown`: whether
+    `param.grad` of a parameter in use reads and assigns these gradients; `param.grad` of a guarded parameter always
+    does."""
 
     is_shown: bool
 
@@ -226,7 +228,8 @@ def _as_own(own: type[torch.Tensor], name: str) -> Callable[..., Any]:
 
 
 def _members(own: type[torch.Tensor]) -> dict[str, Any]:
-    """Return the members in which a class in use differs from the class `own`."""
+    """Return members for a subclass of `own`. They watch accesses to a tensor's memory, and copy, pickle and print the
+    tensor as an `own`."""
     members: dict[str, Any] = {name: _watched(name) for name in WATCHED}
     members |= {name: _as_own(own, name) for name in ("__deepcopy__", "__reduce_ex__", "__format__", "__repr__")}
     members |= {"__getitem__": _index, "__module__": own.__module__}
@@ -274,11 +277,12 @@ _WRAPPER_KEYS = (
     | torch._C.DispatchKeySet(torch._C.DispatchKey.PythonTLSSnapshot)
 )
 _libraries: list[torch.library.Library] = []
-"""Keeps the registrations below alive: torch drops them when these objects are collected."""
+"""Keeps the kernels of `_register_kernel` registered: torch drops them when these objects are collected."""
 
 
 class _Keyed(torch.Tensor):
-    """Lends dispatch keys to parameters: torch accepts additional keys only for a class with `__torch_dispatch__`."""
+    """The class of the temporary tensor that gives a parameter more dispatch keys. torch accepts such keys only for a
+    class with `__torch_dispatch__`."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -305,7 +309,8 @@ def keyed(plain: torch.Tensor) -> torch.Tensor:
 
 @final
 class without_key(torch._C._ExcludeDispatchKeyGuard):
-    """A context in which torch's own kernels serve offloaded parameters, for calls that need no bytes."""
+    """A context in which operators on offloaded parameters run torch's own kernels. Only for calls that need no
+    bytes."""
 
     def __init__(self) -> None:
         super().__init__(_KEYS)
@@ -318,7 +323,7 @@ _CONVERSIONS = frozenset("to cpu cuda type float double half bfloat16".split())
 # An offloaded parameter answers everything that does not need its bytes.
 _BYTE_PROPERTIES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
 _OF_CLASS_IN_USE = frozenset({"detach", "__getitem__", *WATCHED})
-"""Members in which a parameter in use differs from a plain one, besides `data`."""
+"""Names of functions that must run as the method of the parameter's class in use, once the bytes are fetched."""
 _METADATA_METHODS = frozenset(
     "size dim ndimension numel nelement stride storage_offset is_contiguous element_size is_floating_point is_complex "
     "is_signed get_device requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __len__ "
@@ -331,8 +336,8 @@ _METADATA_METHODS = frozenset(
 def offloaded_error(
     function: str, param: str, tier: str, dtype: torch.dtype, device: torch.device
 ) -> ParameterOffloadedError:
-    """Return the error for `function`, which would read or convert an offloaded parameter. `tier`: the tier of its
-    home. `dtype`, `device`: those of the parameter while it is in use."""
+    """Return the error for a call of `function` that would read or convert the offloaded parameter named `param`.
+    `tier`: the tier of its home. `dtype`, `device`: the parameter's dtype and device while it is in use."""
     if function in _CONVERSIONS:
         return ParameterOffloadedError(
             f"{function} cannot move or convert parameter {param!r}: it is {dtype} on {device} wherever it is used, "
@@ -413,8 +418,8 @@ class OffloadedParameter(nn.Parameter):
         return self.as_subclass(cls)
 
     def _plain_copy(self, function: str) -> nn.Parameter | None:
-        """Return a copy of the parameter on the CPU. While modules run, fetch the parameter instead and return None;
-        the caller then makes the copy by the method of the parameter's class in use."""
+        """Return a copy of the parameter on the CPU. While modules or a backward run, fetch the parameter instead and
+        return None. The caller then makes the copy with the method of the parameter's class in use."""
         handler = require_handler(self)
         if (value := handler.idle_copy(self)) is not None:
             return nn.Parameter(value, self.requires_grad)
@@ -437,7 +442,7 @@ def _keeps(func: Callable[..., Any], param: nn.Parameter, args: Sequence[Any], k
 
 
 def _name_of(func: Any) -> str:
-    """Return the function's name as the user wrote it: `mul`, or `.data` for the getter of an attribute."""
+    """Return the function's name as the user wrote it: `mul`, or `.data` for reading or setting an attribute."""
     name = getattr(func, "__name__", str(func))
     return f".{getattr(func.__self__, '__name__', name)}" if name in ("__get__", "__set__") else name
 
@@ -450,7 +455,8 @@ def _is_metadata(func: Callable[..., Any]) -> bool:
 
 
 def _fault_in(param: nn.Parameter, used: Sequence[nn.Parameter], function: str) -> None:
-    """Fetch the unit of `param`, and those of `used`, the other parameters among the arguments of `function`."""
+    """Fetch the unit of `param`, and the units of parameters in `used` of the same engine. All are arguments of
+    `function`."""
     handler = require_handler(param)
     handler.fault_in([param, *(other for other in used if handler_of(other) is handler)], function)
 
@@ -467,7 +473,7 @@ def _offloaded_in(values: Any) -> Iterator[tuple[nn.Parameter, list[nn.Parameter
 def _fetch_for_operator(operator: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
     """Fetch the offloaded parameters among the arguments of `operator`, which C++ code has called. Return False, and
     fetch none, if the operator reads only metadata. Raises ParameterOffloadedError if no argument is an offloaded
-    parameter."""
+    parameter: C++ code has then made a tensor of a parameter's memory."""
     name = operator.overloadpacket.__name__
     if name in _METADATA_METHODS:
         return False

@@ -1,5 +1,5 @@
-"""Register all hooks of a model: on modules, `state_dict()` and gradients. They call `TrainStep`.
-[Note: Entry points]"""
+"""Register all hooks of a model: on modules, `state_dict()` and gradients. They call the engine's `TrainStep` and its
+pager. [Note: Entry points]"""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tiered_zero.unit.saved_views import SAVED_TENSOR_HOOKS
 
 
 class ForwardEvents(Protocol):
-    """Receives what the hooks report. The engine's TrainStep implements it. Used on the driver thread, except
-    `grad_ready`, which autograd's thread calls."""
+    """Receives what the hooks report. The engine's TrainStep implements it. Called on the driver thread, and in
+    backward also on autograd's threads."""
 
     pager: Pager
 
@@ -40,7 +40,7 @@ class ForwardEvents(Protocol):
         that forward."""
 
     def post_forward(self, *_: Any) -> None:
-        """End the use of units by the innermost running module, which has ended or raised."""
+        """End the innermost running module's use of its units. The module has ended or raised."""
 
     def grad_ready(self, param: nn.Parameter) -> None:
         """Take `param.grad`, which is complete for one backward. Called by the parameter's first post-accumulate
@@ -84,10 +84,10 @@ def _hide_from_compiler(*functions: Any) -> None:
 class ModuleHooks:
     """Registers hooks on a model (`install`, once), and removes them (`remove`).
 
-    [Note: Frames of modules]
-    The root, and each module that owns units, opens a frame for the length of its forward. Any other module with
-    parameters opens a frame only if the user calls it directly, as `generate()` calls an encoder. That frame begins
-    without units; units are added when functions need them."""
+    [Note: Frames of modules] A frame is an entry in the pager's stack of running modules. The root, and each module
+    that owns units, opens a frame for the length of its forward. Any other module with parameters opens a frame only if
+    the user calls it directly, as `generate()` calls an encoder. That frame begins without units; units are added when
+    functions need them."""
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], events: ForwardEvents) -> None:
         self._events = events
@@ -95,7 +95,7 @@ class ModuleHooks:
         self._layers_4bit: list[nn.Module] = []
         """Layers quantized to 4 bits that have a `Forward4bit` as their `forward`."""
         self._key: int | None = None
-        """The key of the forward hooks in every module's table of hooks."""
+        """The key under which the tables of hooks of every module hold the engine's forward hooks."""
         self._model = model
         self._units = units
         # torch.compile ends a module's graph before these calls, and begins a new one after them

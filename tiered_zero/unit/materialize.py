@@ -3,10 +3,10 @@
 A model built on the meta device gets its values one module after another: they are made on the CPU, written to their
 tiers, and freed. So the model may be larger than host memory.
 
-[Note: Initialisers run as they do in a constructor]
-First each module's `reset_parameters()` runs, then the model's `_init_weights(module)`. Parents come after children,
-because their initialisers override those of children. Initialisers run on a stand-in: a copy of the module tree on meta
-that holds only the tensors that need values. So other tensors may be offloaded already, and keep their values."""
+[Note: Initialisers run as they do in a constructor] For each module, its `reset_parameters()` runs first, then the
+model's `_init_weights(module)`. Parents come after children, because parents' initialisers override those of children.
+Initialisers run on a stand-in: a copy of the module tree in which only the tensors that need values have memory, and
+all others are on meta. So other tensors may be offloaded already, and keep their values."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class _Blank:
 
 @final
 class Materializer:
-    """Gives a model's meta parameters and buffers values on the CPU, in place. Used on the driver thread. `weights`:
-    the files to read values from; what is in no file gets values from initialisers."""
+    """Gives a model's meta parameters and buffers memory and values on the CPU. Used on the driver thread. `weights`:
+    the files to read values from. Tensors that are in no file get values from initialisers."""
 
     def __init__(self, model: nn.Module, weights: WeightFiles | None, specs: Mapping[nn.Parameter, ParamSpec]) -> None:
         self._model = model
@@ -79,8 +79,8 @@ class Materializer:
                 self._fill(path, {}, {path: module})
 
     def fill(self, prefix: str, params: Sequence[nn.Parameter]) -> None:
-        """Fill `params`, and the buffers of their modules, which lie under the module named `prefix`. Raises ModelError
-        if a parameter or buffer gets no values."""
+        """Fill the meta parameters in `params`, and the meta buffers of their modules. `prefix`: the name of a module
+        that contains these modules. Raises ModelError if a parameter or buffer gets no values."""
         missing = {param: self._specs[param] for param in params if param.is_meta}
         modules = self._model.get_submodule(prefix).named_modules(prefix=prefix)
         owners = {path: m for path, m in modules if any(p in missing for p in m.parameters(recurse=False))}
@@ -150,12 +150,12 @@ class Materializer:
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UnitPlacer:
-    """Makes parameters views of their unit's flat, and writes their values: in fp32 to the masters, and in the unit's
-    dtype to its home.
+    """Makes parameters views of their unit's flat, and writes their values. The masters get the values in fp32; the
+    unit's home (or the device) gets them in the unit's dtype.
 
-    `store_masters(unit, masters)`: writes the masters, [P] fp32. `resumed(unit)`: returns the saved parameters [P] of a
-    unit, of which at least this rank's shard is valid. `resumed` is None in a new run. A resumed run has its masters
-    already."""
+    `store_masters(unit, masters)`: writes the masters, [P] fp32. `resumed(unit)`: returns a unit's saved parameters,
+    [P]; at least this rank's shard of them is valid. `resumed` is None in a new run. A resumed run writes no masters,
+    because it has them already."""
 
     pager: Pager
     events: StepEvents
@@ -164,7 +164,8 @@ class UnitPlacer:
     resumed: Callable[[Unit], torch.Tensor] | None = None
 
     def place(self, unit: Unit, params: Sequence[nn.Parameter]) -> None:
-        """Place a unit with the values that `params` have on rank 0; in a resumed run, with the saved values."""
+        """Make `params` views of the unit's flat, and write its values: rank 0's, or the saved ones in a resumed
+        run."""
         if self.resumed is not None:
             flat = self.resumed(unit)
         else:
@@ -218,8 +219,8 @@ def _flatten(unit: Unit, params: Sequence[nn.Parameter], dtype: torch.dtype) -> 
 
 
 def _buffer_dtype(module: nn.Module, buffer: torch.Tensor, device: torch.device) -> torch.dtype:
-    """Return the dtype that the buffer gets on the device: its own, except for the statistics of a norm on the CPU,
-    which torch needs in the dtype of the norm's weight."""
+    """Return the dtype that the buffer gets on the device. It is the buffer's own, with one exception: on the CPU,
+    torch needs the statistics of a norm in the dtype of the norm's weight."""
     if device.type == "cpu" and isinstance(module, _NormBase) and module.weight is not None:
         return module.weight.dtype if buffer.is_floating_point() else buffer.dtype
     return buffer.dtype

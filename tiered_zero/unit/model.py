@@ -90,7 +90,7 @@ def _own_params(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """Return whether the module holds blocks or experts that run one by one; a Sequential of plain layers does not."""
+    """Return whether the module holds several blocks or experts. A Sequential of layers without children does not."""
     if isinstance(module, nn.Sequential):
         return sum(any(True for grandchild in child.children()) for child in module) > 1
     return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) > 1
@@ -119,7 +119,8 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def packed_nbytes(buffers: Iterable[torch.Tensor]) -> int:
-    """Return the bytes, rounded up to whole pages, of buffers packed one after another at multiples of 128 bytes."""
+    """Return the bytes of `buffers` packed at multiples of 128 bytes, rounded up to whole pages. Count at least 4 bytes
+    per element."""
     # at least 4 bytes an element: a device may hold small floats as fp32
     sizes = (buffer.numel() * max(buffer.dtype.itemsize, 4) for buffer in buffers)
     return align_up(sum(align_up(nbytes, PACKED_ALIGNMENT_NBYTES) for nbytes in sizes), PAGE_NBYTES)
@@ -202,7 +203,7 @@ def _check_apart(sharing: list[_Owned]) -> None:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the tensor's first byte in its storage, and the byte after its last one."""
+    """Return the offsets in its storage, in bytes, of the tensor's first byte and of the byte after its last."""
     start = int(tensor.storage_offset())
     last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     return start * tensor.element_size(), (start + last + 1) * tensor.element_size()

@@ -41,7 +41,7 @@ class OffloadedParams:
         cuts: Callable[[Unit], Sequence[int]] | None = None,
     ) -> None:
         """`on_change(unit, flat, old)`: updates the masters after user code has changed parameters. `flat`: the new
-        values, [P] on the CPU. `old`: the values before the change; None without `cuts`.
+        values, [P] on the CPU. `old`: the values before the change; None for a frozen unit, or if `cuts` is None.
 
         `cuts(unit)`: returns the first element of each part of the unit that the update reads. `cuts` is None if the
         update reads no parameters."""
@@ -88,9 +88,9 @@ class OffloadedParams:
 
     @contextmanager
     def changing(self, paged: PagedUnit) -> Iterator[None]:
-        """A context manager for user code that changes the unit. When the code ends, the ranks compare whether it has
-        raised. If the code has raised on some ranks only, the run ends. These ranks raise the error of the code, the
-        other ranks raise RankError."""
+        """Run the block, in which user code changes the unit. At its end the ranks compare whether the code has raised.
+        If it has raised on some ranks only, the run ends: these ranks raise the code's error, the others raise
+        RankError. An interrupt ends the run on all ranks."""
         try:
             yield
         except Exception as error:
@@ -116,8 +116,8 @@ class OffloadedParams:
 
     @runs_outside_modes
     def write_back(self, paged: PagedUnit, old: torch.Tensor | None, modifier_rank: int = 0) -> None:
-        """Write a unit that user code has changed to its home, and update its masters. All ranks must call this, and
-        all get the values of `modifier_rank`. `old`: what `remember` returned before the change. Call
+        """Write a changed unit to its home, unless it is resident, and update its masters. All ranks must call this,
+        and all get the values of `modifier_rank`. `old`: what `remember` returned before the change. Call
         `TrainStep.before_weights_write` first."""
         unit, storage = paged.unit, paged.storage
         paged.renew()
@@ -138,8 +138,8 @@ class OffloadedParams:
 
 @final
 class ParamCopies:
-    """Copies parameters for user code. Used on the driver thread. If homes hold shards, every rank must make the same
-    calls."""
+    """Makes CPU copies of parameters, for state_dict() and for copies of modules. Used on the driver thread. If homes
+    hold shards, every rank must make the same calls."""
 
     def __init__(
         self,
