@@ -101,18 +101,6 @@ def eio_on_sync(scene: Scene) -> str:
 
 
 @case
-def eio_before_sync(scene: Scene) -> str:
-    """EIO on a write that a sync waits for"""
-    scene.arm("write", 1, "fail", errno.EIO)
-    first = scene.engine.write(scene.file, 0, scene.data[:BLOCK_NBYTES])
-    try:
-        sync = scene.engine.sync(scene.file)
-    except TransferError:  # the write was quicker
-        sync = first
-    return scene.error_of(sync)
-
-
-@case
 def enospc_on_allocate(scene: Scene) -> str:
     """ENOSPC on posix_fallocate"""
     scene.arm("allocate", 1, "fail", errno.ENOSPC)
@@ -195,16 +183,6 @@ def truncated(scene: Scene) -> str:
     """the file was truncated"""
     os.truncate(scene.path, NBYTES - 1000)
     return scene.error_of(scene.engine.read(scene.file, 0, scene.into))
-
-
-@case
-def sync_behind_a_slow_write(scene: Scene) -> str:
-    """a write takes 0.4 s, and a sync is right behind it"""
-    scene.arm("write", 1, "stall", 400)
-    write = scene.engine.write(scene.file, 0, scene.data[:BLOCK_NBYTES])
-    sync = scene.engine.sync(scene.file)
-    sync.wait()
-    return "synced after it" if write.done() else "synced before it"
 
 
 @case

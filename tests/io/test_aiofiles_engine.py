@@ -107,63 +107,6 @@ def test_urgent_reads_are_taken_before_all_that_no_worker_has(
     file.close()
 
 
-def test_a_sync_comes_after_the_writes_before_it(
-    build: Build, swap_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[str] = []
-    gate = threading.Event()
-    pwritev, fdatasync = os.pwritev, os.fdatasync
-    slow = -1
-
-    def slow_pwritev(fd: int, views: list[memoryview], offset: int) -> int:
-        if fd == slow:
-            gate.wait(300)
-        moved = pwritev(fd, views, offset)
-        calls.append(f"write {'slow' if fd == slow else 'other'}")
-        return moved
-
-    def noted_fdatasync(fd: int) -> None:
-        calls.append(f"sync {'slow' if fd == slow else 'other'}")
-        fdatasync(fd)
-
-    monkeypatch.setattr(os, "pwritev", slow_pwritev)
-    monkeypatch.setattr(os, "fdatasync", noted_fdatasync)
-    engine = build(queue_depth=4)
-    file, other = (engine.open(str(swap_path / name), create=True) for name in "ab")
-    slow = file.fd
-    writes = [engine.write(file, 0, pages(4096)), engine.write(file, 4096, pages(8192))]
-    sync = engine.sync(file)
-    engine.write(other, 0, pages(4096)).wait()
-    engine.sync(other).wait()
-    assert not sync.done() and calls == ["write other", "sync other"]
-    gate.set()
-    sync.wait()
-    assert all(transfer.done() for transfer in writes) and calls[2:] == ["write slow"] * 3 + ["sync slow"]
-    file.close()
-    other.close()
-
-
-def test_a_sync_after_a_failed_write_fails_with_it(
-    build: Build, swap_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = threading.Event()
-
-    def pwritev(fd: int, views: list[memoryview], offset: int) -> int:
-        gate.wait(300)
-        raise OSError(errno.EIO, "x")
-
-    monkeypatch.setattr(os, "pwritev", pwritev)
-    monkeypatch.setattr(os, "fdatasync", lambda fd: pytest.fail("nothing is to be synced"))
-    engine = build()
-    file = engine.open(str(swap_path / "data"), create=True)
-    write, sync = engine.write(file, 0, pages(4096)), engine.sync(file)
-    gate.set()
-    for transfer in (write, sync):
-        with pytest.raises(TransferError, match=r"write of 4096 bytes at offset 0 .* EIO"):
-            transfer.wait()
-    file.close()
-
-
 def test_after_a_failure_the_rest_of_a_request_is_not_tried(
     build: Build, swap_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,7 +31,6 @@ EXPECTED = {
     "eio_on_write": r"write of 40960 bytes .* wanted \d+ bytes, got 0: EIO",
     "enospc_on_write": r"write of 40960 bytes .* ENOSPC .* free there\. Free space there",
     "eio_on_sync": r"sync of .* failed: EIO .* resume from the last checkpoint\. \(1 call\)",
-    "eio_before_sync": r"(write of 8192 bytes|sync of) .* EIO",
     "enospc_on_allocate": r"cannot reserve 1\.0 MiB \(1048576 bytes\) for .* ENOSPC",
     "no_fallocate": r"3145728 bytes in 3\d{6}, intact",
     "short_writes": "intact",
@@ -41,7 +40,6 @@ EXPECTED = {
     "eagain_once": "intact",
     "eagain_for_ever": r"read of 8192 bytes .* (EAGAIN|EIO) .*\(16 calls\)",
     "truncated": r"read of 40960 bytes .* met the end of the file: .* the file has 39960 bytes",
-    "sync_behind_a_slow_write": "synced after it",
     "urgent_read_in_a_deep_queue": "came first",
     "stalled": r"read of 8192 bytes .* made no progress for 0\.3 s .*\n.*: 1 requests in flight\n.* 8192 bytes at 0 ",
 }

@@ -13,7 +13,7 @@ from tiered_zero.io.native import load_library
 from tiered_zero.native import VERSION
 from tiered_zero.native.update import UpdateKernel
 
-SOURCES_DIGEST = "a4e2112ab9b6dd5a"
+SOURCES_DIGEST = "7a504a3e25e9584f"
 """Of the C sources of VERSION."""
 
 

@@ -7,8 +7,8 @@ table of the requests in flight.
 
 Owner: from submission until the transfer is done, the engine owns the request's memory and keeps it alive.
 
-Never: an engine never runs callbacks or torch code on a worker, and never retries a failed sync. It keeps no order of
-requests, except that a sync waits for earlier writes.
+Never: an engine never runs callbacks or torch code on a worker, never retries a failed sync, and keeps no order of
+requests.
 
     engine.py   the base class of the engines: open files, checks of requests, transfers, error texts
     native.py   the pool of threads in C

@@ -43,8 +43,6 @@ class AiofilesTransfer(IOTransfer):
         """time.monotonic() when a part of the request last started or ended; 0.0 while all parts are queued."""
         self._seconds = 0.0
         self._event = threading.Event()
-        self.ended = asyncio.Event()
-        """Set when the request ends. Coroutines await this event, because they must not block the loop's thread."""
 
     def done(self) -> bool:
         return self._event.is_set()
@@ -58,7 +56,6 @@ class AiofilesTransfer(IOTransfer):
     def finish(self) -> None:
         self._seconds = max(time.monotonic() - self.submitted_s, 1e-9)
         self._event.set()
-        self.ended.set()
 
     @property
     def seconds(self) -> float:
@@ -98,22 +95,11 @@ class AiofilesEngine(IOEngine):
 
     def _start(self, file: File, request: Request, view: memoryview) -> AiofilesTransfer:
         transfer = AiofilesTransfer(self, file, request)
-        earlier = [
-            other
-            for other in (list(self._unfinished) if request.kind == "sync" else ())
-            if isinstance(other, AiofilesTransfer) and other.file is file and other.request.kind == "write"
-        ]
-        self.latch.check()  # again: a write that has failed and ended is not in `earlier`
         self._unfinished[transfer] = None
-        asyncio.run_coroutine_threadsafe(self._run(transfer, view, earlier), self._loop)
+        asyncio.run_coroutine_threadsafe(self._run(transfer, view), self._loop)
         return transfer
 
-    async def _run(self, transfer: AiofilesTransfer, view: memoryview, earlier: list[AiofilesTransfer]) -> None:
-        """Carry out a request. `earlier`: writes that a sync must wait for. The sync fails if one of these writes has
-        failed."""
-        for write in earlier:
-            await write.ended.wait()
-            transfer.error = transfer.error or write.error  # a write that failed cannot be made durable
+    async def _run(self, transfer: AiofilesTransfer, view: memoryview) -> None:
         if transfer.request.kind == "sync":
             await self._carry_out(transfer, 0, view)
         else:
@@ -131,7 +117,7 @@ class AiofilesEngine(IOEngine):
         await self._take_worker(request.urgent)
         transfer.moved_s = self.moved_s = time.monotonic()
         try:
-            if transfer.error is None:  # else another part, or a write before the sync, has failed
+            if transfer.error is None:  # else another part has failed
                 await self._move(request, transfer.file, request.offset + start, view)
         except BaseException as error:
             failure = _as_transfer_error(error, request)

@@ -333,7 +333,7 @@ class IOEngine(ABC):
         return self._submit("write", file, offset, data)
 
     def sync(self, file: File) -> IOTransfer:
-        """Start an fdatasync of the file. The sync waits for all writes to the file that were submitted earlier."""
+        """Start an fdatasync of the file. The caller must have waited for the writes that it is to make durable."""
         return self._submit("sync", file, 0, memoryview(b""))
 
     def in_flight(self) -> list[tuple[Request, float]]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from tiered_zero.errors import ConfigError
 
-VERSION = 11
+VERSION = 12
 """The version of the C sources, as in version.h. Libraries of other versions may have other structures."""
 
 LIBRARY_DIR_VARIABLE = "TIERED_ZERO_NATIVE_DIR"

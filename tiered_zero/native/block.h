@@ -21,8 +21,7 @@ typedef struct tz_request {
     int32_t urgent;     /* a read whose blocks are claimed before those of all requests that are not urgent */
     /* Owned by the pool until `finished`. */
     int64_t num_unclaimed; /* bytes that no worker has claimed; a sync counts as one byte */
-    int32_t num_running;   /* blocks in system calls */
-    int32_t num_blockers;  /* for a sync: unfinished writes before it */
+    int64_t num_running;   /* blocks in system calls */
     struct tz_request *previous, *next;
     int64_t moved_ns; /* when a block last started or ended; 0 while all are queued */
     /* The result. `error`: 0, an errno or TZ_END_OF_FILE; the other fields describe the first block that failed. */

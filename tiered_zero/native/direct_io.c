@@ -2,8 +2,8 @@
  *
  * A request of any size is one tz_submit and one tz_wait. The pool keeps the unfinished requests in one list: urgent
  * reads, then all others, both in the order in which they came. A free worker takes the next unclaimed block of the
- * first request that has one, so that the device's queue drains neither between requests nor between files. A sync
- * waits until the writes to its descriptor that stand before it in the list are finished.
+ * first request that has one, so that the device's queue drains neither between requests nor between files. The caller
+ * submits a sync when its writes are finished.
  *
  * Each worker is a thread that moves one block by system calls.
  *
@@ -33,10 +33,9 @@ typedef struct tz_pool {
     tz_request *first, *last;
     int64_t block_nbytes;
     int64_t moved_ns; /* when any block last started or ended */
-    int32_t num_syncs, num_threads;
+    int32_t num_threads;
     int32_t stopping;
-    int32_t failed;     /* a request has failed */
-    tz_request lost;    /* the result of the first write that has failed */
+    int32_t failed; /* a request has failed */
     pthread_t threads[];
 } tz_pool;
 
@@ -48,34 +47,11 @@ static int64_t now_ns(void)
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
 
-static void set_error(tz_request *request, const tz_request *cause)
-{
-    if (request->error)
-        return;
-    request->error = cause->error;
-    request->error_offset = cause->error_offset;
-    request->error_wanted = cause->error_wanted;
-    request->error_got = cause->error_got;
-    request->file_nbytes = cause->file_nbytes;
-}
-
 /* Remove a request from the list, and mark it as finished: its owner may free it at once. Mutex held. */
 static void finish(tz_pool *pool, tz_request *request)
 {
-    if (request->kind == TZ_WRITE && pool->num_syncs) {
-        for (tz_request *later = request->next; later; later = later->next) {
-            if (later->kind == TZ_SYNC && later->fd == request->fd) {
-                set_error(later, request); /* what was not written cannot be made durable */
-                if (--later->num_blockers == 0)
-                    pthread_cond_signal(&pool->work);
-            }
-        }
-    }
-    pool->num_syncs -= request->kind == TZ_SYNC;
     if (request->error)
         __atomic_store_n(&pool->failed, 1, __ATOMIC_RELEASE);
-    if (request->kind == TZ_WRITE)
-        set_error(&pool->lost, request);
     *(request->previous ? &request->previous->next : &pool->first) = request->next;
     *(request->next ? &request->next->previous : &pool->last) = request->previous;
     request->finished_ns = now_ns();
@@ -100,7 +76,7 @@ static void enlist(tz_pool *pool, tz_request *request)
 static tz_request *first_claimable(const tz_pool *pool)
 {
     tz_request *request = pool->first;
-    while (request && (request->num_blockers || !request->num_unclaimed))
+    while (request && !request->num_unclaimed)
         request = request->next;
     return request;
 }
@@ -123,13 +99,12 @@ static void conclude(tz_pool *pool, const block *block)
     tz_request *request = block->request;
     request->moved_ns = pool->moved_ns = now_ns();
     request->num_running--;
-    if (block->error) {
-        tz_request cause = {.error = block->error,
-                            .error_offset = request->offset + block->start,
-                            .error_wanted = request->kind == TZ_SYNC ? 0 : block->wanted,
-                            .error_got = block->got,
-                            .file_nbytes = block->file_nbytes};
-        set_error(request, &cause);
+    if (block->error && !request->error) {
+        request->error = block->error;
+        request->error_offset = request->offset + block->start;
+        request->error_wanted = request->kind == TZ_SYNC ? 0 : block->wanted;
+        request->error_got = block->got;
+        request->file_nbytes = block->file_nbytes;
         request->num_unclaimed = 0; /* blocks that have not begun are dropped */
     }
     if (!request->num_unclaimed && !request->num_running)
@@ -257,14 +232,6 @@ void tz_submit(tz_pool *pool, tz_request *request)
     pthread_mutex_lock(&pool->mutex);
     request->submitted_ns = now_ns();
     request->num_unclaimed = request->kind == TZ_SYNC ? 1 : request->nbytes;
-    if (request->kind == TZ_SYNC) {
-        pool->num_syncs++;
-        for (tz_request *earlier = pool->first; earlier; earlier = earlier->next)
-            request->num_blockers += earlier->kind == TZ_WRITE && earlier->fd == request->fd;
-        set_error(request, &pool->lost); /* perhaps just now: what was not written cannot be made durable */
-        if (request->error)
-            request->num_unclaimed = 0;
-    }
     enlist(pool, request);
     if (!request->num_unclaimed)
         finish(pool, request); /* a request for nothing */
