@@ -117,8 +117,9 @@ class TrainingLoader(DataLoader[Any]):
                 raise StoreError(f"A loader's random_state is not what was saved: {error}.") from None
 
     def resplit(self, state: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
-        """Convert `state`, saved with `num_ranks` ranks, to this loader's number of ranks. In the middle of a pass,
-        samples that were taken last may come again; they are fewer than this loader's ranks."""
+        """Convert `state`, saved with `num_ranks` ranks, to this loader's number of ranks. If the state is from the
+        middle of a pass, the loader may give again the samples that were taken last. Their number is less than this
+        loader's number of ranks."""
         order, length = self._order, state["length"]
         if order is None or num_ranks == order.num_ranks or length != order.length_of(num_ranks):
             return dict(state)

@@ -344,9 +344,9 @@ def _packed(buffers: Mapping[str, torch.Tensor], nbytes: int) -> torch.Tensor:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Adoption:
-    """An in-place commit that this run adopts: the run takes over the commit's swap files. `directories`: the config's
-    swap paths of each store -> the committed state to open. `paths`: the swap directories of all ranks. `initialized`:
-    indices of this rank's sub-groups that have state."""
+    """An in-place commit that this run adopts: the run takes over the commit's swap files. `directories`: the swap
+    paths of each store, as in the config -> the store's committed state. `paths`: the swap directories of all ranks.
+    `initialized`: indices of this rank's sub-groups that have state."""
 
     directories: Mapping[tuple[str, ...], AdoptedStore]
     paths: frozenset[Path]

@@ -33,8 +33,8 @@ SPARE_NBYTES = 300 * MIB
 """Bytes of memory that training takes beyond its plan: activations, and free memory that the allocator keeps."""
 
 PLAIN_NBYTES, DISK_NBYTES, HOST_NBYTES = 16.5, 20, 2
-"""Bytes per parameter that training takes: of memory with plain PyTorch; of disk and of host memory with
-tiered_zero."""
+"""Bytes per parameter that training takes. PLAIN_NBYTES: memory, with plain PyTorch. DISK_NBYTES, HOST_NBYTES: disk and
+host memory, with tiered_zero."""
 
 MIN_PARAMETERS, MAX_PARAMETERS = 100e6, 1e11
 

@@ -267,7 +267,8 @@ def _with_checkpoints(model: nn.Module) -> nn.Module:
 
 
 class _PlannedRanks:
-    """Replaces the collectives of a run that is only planned. Every rank sends the same bytes as rank 0."""
+    """Replaces the collectives of a run that is only planned. `exchange` returns the caller's data once for each
+    rank."""
 
     rank = 0
 

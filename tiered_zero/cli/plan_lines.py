@@ -134,9 +134,9 @@ def drive_problems(drives: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 def estimate_lines(
     estimate: ActivationEstimate | None, plan: Plan, device_nbytes: int | None, *, is_given: bool
 ) -> tuple[list[str], str]:
-    """Return lines about the activations of a micro-batch, and a problem. The problem is a sentence if `is_given` is
-    true and they do not fit, else "". `is_given`: whether the user gave the length of a sample. `estimate`,
-    `device_nbytes`: None if unknown."""
+    """Return lines about the activations of a micro-batch, and a problem. The problem is a sentence if the activations
+    do not fit and `is_given` is true; otherwise it is "". `is_given`: whether the user gave the length of a sample.
+    `estimate`, `device_nbytes`: None if unknown."""
     if estimate is None:
         return [_NO_ESTIMATE], ""
     length = "" if is_given else " (the most that the model takes; --sequence-length TOKENS sets another)"

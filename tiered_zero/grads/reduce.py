@@ -569,7 +569,7 @@ class UnitUses:
             self._unmarked.update(units)
 
     def meet(self, mark: UseMark) -> None:
-        """Record that a backward has reached a mark."""
+        """Record that a backward has reached `mark`, which `note` has put on an input of a module."""
         mark.is_met = True
         self._front = min(self._front, mark.number)
 

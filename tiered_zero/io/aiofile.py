@@ -135,8 +135,8 @@ class AiofilesEngine(IOEngine):
         await turn
 
     def _free_worker(self) -> None:
-        """Pass the worker to the part that has waited longest, urgent parts first. If no part waits, mark the worker as
-        free."""
+        """Pass the worker to the part of a request that has waited longest; urgent parts come first. If no part waits,
+        mark the worker as free."""
         if waiting := self._urgent or self._others:
             waiting.popleft().set_result(None)
         else:

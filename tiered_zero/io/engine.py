@@ -183,8 +183,8 @@ _SLICE_S = 0.25
 detected."""
 
 _POLL_S = 0.005
-"""The shortest wait in seconds. A request that seems to hang gets this time too, because it may be about to
-complete."""
+"""The shortest time in seconds of one blocking wait. A request whose timeout has passed still gets this time, because
+it may be about to complete."""
 
 
 class File:

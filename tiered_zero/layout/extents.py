@@ -13,8 +13,8 @@ STRIPE_NBYTES = 4 << 20
 """Bytes of a stripe: large enough for a disk's full rate, small enough that one record uses every disk."""
 
 STRIPES_PER_CYCLE = 64
-"""Stripes in one cycle over all files of a store. With two files, each file's share of the stripes is within 1/128 of
-its share of the weights."""
+"""Stripes in one cycle over all files of a store. Each file gets stripes in proportion to the speed of its disk. With
+two files, rounding changes a file's share by at most 1/128."""
 
 
 @final

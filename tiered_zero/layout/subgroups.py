@@ -229,9 +229,9 @@ def _cut(
 
 
 def _runs(unit: Unit, shard: range, group_of: Mapping[str, int], elementwise: bool) -> list[tuple[int, int, bool]]:
-    """Cut a shard at page boundaries into parts with embeddings and parts without. Return (start, stop, holds
-    embeddings) for each part. Return one part if not `elementwise`. Embeddings that `group_of` does not name count as
-    other parameters."""
+    """Divide a shard into parts with embeddings and parts without, cut at page boundaries. Return (start, stop, holds
+    embeddings) for each part. If not `elementwise`, do not cut the shard. An embedding without a param group in
+    `group_of` counts as another parameter."""
     embeddings = [
         (max(entry.start, shard.start), min(entry.stop, shard.stop))
         for entry in unit.entries

@@ -40,8 +40,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         **defaults: Any,
     ) -> None:
         """Split the parameters over the ranks of `process_group` (None: the default group), and build the local
-        optimizer. Raises ConfigError if `overlap_with_ddp` is true, TypeError and ValueError as torch does, and the
-        errors of the local optimizer, also RankError if it failed on another rank."""
+        optimizer. Raises ConfigError if `overlap_with_ddp` is true, and TypeError and ValueError as torch does. An
+        error of the local optimizer is raised too. With `offload`, the other ranks then raise RankError."""
         if overlap_with_ddp:
             raise ConfigError(
                 "overlap_with_ddp: expected False; found True, which in torch's class leaves out the first two or "

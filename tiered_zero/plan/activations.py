@@ -15,8 +15,8 @@ DEFAULT_HOST_SHARE = 4
 
 IN_FLIGHT_SHARE = 16
 MIN_IN_FLIGHT_NBYTES, MAX_IN_FLIGHT_NBYTES = 16 * MIB, GIB
-"""Bounds for the most bytes of activations in transfer at once. Within these bounds, this limit is a sixteenth of the
-budget. A tensor larger than the limit stays on the device."""
+"""The least and the greatest limit for the bytes of activations in transfer at once. In between, the limit is a
+sixteenth of the budget. A tensor larger than the limit stays on the device."""
 
 NUM_STAGING = 4
 NO_STAGING = StagingSize()

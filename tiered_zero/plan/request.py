@@ -40,15 +40,15 @@ RESERVED_SHARE = 8
 activations on the device. Plans do not count these."""
 
 RESERVED = ", less an eighth for "
-"""The part of a limit's name that says that an eighth of the free memory was subtracted."""
+"""Text in a limit's name if the limit is the free memory minus an eighth."""
 
 
 def limit_of(
     tier: str, free_nbytes: int | None, source: str, given_nbytes: int | None, prefix: str = "tiered_zero."
 ) -> dict[str, tuple[int, str]]:
-    """Return {tier: (bytes that may be used, the limit's name in messages)}; {} if both sizes are None. The bytes are
-    `given_nbytes` (the config's limit). If this is None or above `free_nbytes`, they are `free_nbytes` minus an eighth.
-    `source`: a name for `free_nbytes`. `prefix`: the beginning of the config's key."""
+    """Return {tier: (bytes that may be used, the limit's name in messages)}. The bytes are `given_nbytes`, the config's
+    limit, unless it is None or above `free_nbytes`. Then they are `free_nbytes` minus an eighth. Return {} if both are
+    None. `source`: the name of `free_nbytes` in messages. `prefix`: the beginning of the config key in messages."""
     if given_nbytes is not None and (free_nbytes is None or given_nbytes <= free_nbytes):
         return {tier: (given_nbytes, f"{prefix}{tier}_memory_limit")}
     if free_nbytes is None:

@@ -30,9 +30,9 @@ NUM_BUCKETS = 2
 
 MAX_AUTO_STATE_STAGING_NBYTES = 640 * MIB
 MAX_AUTO_STATE_STAGING_SHARE = 16
-"""Limits for the staging of state, which grows until it holds the state of a whole unit: at most
-MAX_AUTO_STATE_STAGING_NBYTES, and at most a sixteenth of the host's limit. A tied embedding needs so much staging,
-because its gradient is complete last and its update is needed first."""
+"""Staging buffers for state may exceed AUTO_STATE_STAGING_NBYTES, to hold the state of a whole unit. Together they then
+take at most MAX_AUTO_STATE_STAGING_NBYTES, and at most the host's limit divided by MAX_AUTO_STATE_STAGING_SHARE. A tied
+embedding needs this, because its gradient is complete last and its update is needed first."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -367,7 +367,8 @@ class SwapStore:
 
     @contextmanager
     def _ended(self, record: Record, request: InFlight, parts: Sequence[IOTransfer]) -> Iterator[None]:
-        """Return a context manager that removes the request from the table at the end of its block."""
+        """Remove the request from the table when the `with` block ends. If the block raises an Exception, first wait
+        for `parts`. After an interrupt, leave the request in the table."""
         try:
             yield
         except Exception as error:  # not an interrupt (Ctrl-C): the next thread that waits ends the request

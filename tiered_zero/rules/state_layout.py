@@ -89,8 +89,8 @@ class MasterFormat(ABC):
 
     def bind(self, master: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
         """Return the array, [n], that the update steps as masters. `master`: the stored array, [n]. `params`: the
-        memory for the new parameters, [n]. With `follows_params` it holds the present parameters, and changed ones are
-        first copied to the masters."""
+        memory to which the update writes the new parameters, [n]. If `follows_params`, this memory holds the present
+        parameters. Those that user code has changed are first copied to the masters."""
         return master
 
     @abstractmethod

@@ -399,7 +399,8 @@ class TorchRule(UpdateRule):
         yield from waiting.values()
 
     def _step(self, batch: Sequence[tuple[Run, Run]]) -> None:
-        """Step pieces of one param group with torch's own code. `batch`: pairs (part of a `Run`, that `Run`)."""
+        """Step pieces of one param group with torch's own code. `batch`: pairs of a piece and the whole `Run` from
+        which it was cut."""
         pieces = [piece for piece, _ in batch]
         leaves, group = leaves_of(pieces), pieces[0].hyper
         states = [
@@ -588,8 +589,8 @@ class TorchRule(UpdateRule):
 
 
 def _stride(array: torch.Tensor, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the strides of a state array in an unusual memory order; None if it is row-major, has the parameter's
-    `shape`, or is not dense."""
+    """Return the strides of a state array that is dense but not row-major. Return None for any other array, and for an
+    array of the parameter's shape, `shape`."""
     # The order, such as that of eigenvectors, decides how products round.
     is_usual = tuple(array.shape) == shape or array.is_contiguous()
     return None if is_usual or not torch.ops.aten.is_non_overlapping_and_dense(array) else array.stride()

@@ -13,8 +13,8 @@ OUTSIDE_SHARE = 0.25
 """If the loop around the engine takes at least this share of a step, the explanation names the loop."""
 
 CPU_SHARE = 0.5
-"""If the process got less than this share of the CPU seconds that its threads could use, the explanation says only
-this. It applies if the CPU computes, and compute or update is the busiest lane."""
+"""If the process got less than this share of the CPU seconds that its threads could use, the explanation names only
+this cause. It does so only if the CPU computes, and compute or update is the busiest lane."""
 
 WAIT_SHARE = 0.1
 """A wait is named only if it takes at least this share of a step."""

@@ -238,9 +238,9 @@ class RunReport(JsonRecord):
     bytes_per_s: dict[str, float]
     """Lane -> bytes moved per busy second."""
     planned_nbytes: dict[str, int]
-    """Tier -> bytes."""
+    """Tier -> bytes in the plan."""
     peak_nbytes: dict[str, int]
-    """Tier -> bytes."""
+    """Tier -> the most bytes allocated at one time."""
     cpu_share: float | None = None
     predicted: dict[str, float] = field(default_factory=dict)
     """The predicted step: "tokens" -> its tokens, "step" -> its seconds, each lane -> its busy seconds. Empty if

@@ -29,8 +29,8 @@ logger = logging.getLogger("tiered_zero")
 FORMAT_VERSION = 1
 
 TIMELINE_STEP = 3
-"""The step whose spans are written into the record, counted from 1 in this process. In this step units are already
-prefetched."""
+"""The record has the spans of this step, counted from 1 in this process. By this step the pager knows the order in
+which units are used, so it prefetches them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +235,7 @@ class RowLayout:
 
 
 class _Row:
-    """One row of a chart. Each of its spans begins after the spans before it, or lies inside them."""
+    """One row of a chart. Two spans of a row do not overlap, unless one lies inside the other."""
 
     def __init__(self) -> None:
         self._last_start_s = -math.inf

@@ -56,7 +56,8 @@ def _release_all(chunks: list[_Chunk]) -> None:
 
 
 def _kind_of(slot: Slot, place: int) -> str:
-    """Return the kind under which the ledger counts a slot's first place on disk (`place` 0) or its second (1)."""
+    """Return the kind under which the ledger counts a slot's place on disk. `place`: 0 for the slot's first place, 1
+    for its second."""
     return COMMIT_KINDS.get(slot.kind, slot.kind) if place else slot.kind
 
 

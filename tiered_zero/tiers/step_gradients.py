@@ -35,8 +35,8 @@ from tiered_zero.tiers.tier import Home
 @dataclass(frozen=True, kw_only=True)
 class UnitShare:
     """One unit's gradients in a step, or this rank's shard of them. `flat`: the gradients, 1-D; empty if they are on
-    NVMe, in `paged`. `start`: the first element of `flat`, counted in the unit's flat. `present`: the indices of the
-    parameters that have a gradient. `last`: the last transfer to `flat`."""
+    NVMe, in `paged`. `start`: the index in the unit's flat of the first element of the gradients. `present`: the
+    indices of the parameters that have a gradient. `last`: the last transfer to `flat`."""
 
     flat: torch.Tensor
     start: int

@@ -229,9 +229,9 @@ class UnitUpdate:
     # -- a fetch -------------------------------------------------------------------------------------------------------
 
     def forward_to(self, target: torch.Tensor, start_copy: StartCopy) -> list[tuple[int, int]]:
-        """Set `target`, [n] uint8, the memory that gets the unit's new bytes. Return the ranges (from, to) that are
-        already written: the caller reads these from the slot. `start_copy`: called, on any thread, to copy other parts
-        to `target`."""
+        """Set `target`, [n] uint8, as the memory to which the unit's new bytes are copied. Return the ranges (from, to)
+        of bytes that are already in the slot: the caller reads these from there. `start_copy`: starts a copy of another
+        part to `target`; called on any thread."""
         with self._lock:
             self._target, self._start_copy, self._covered = target, start_copy, dict(self._retired)
             return sorted(self._covered.items())

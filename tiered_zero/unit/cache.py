@@ -28,7 +28,7 @@ Use = tuple[str, PagedUnit]
 `CallPhase.pass_name`)."""
 
 Pair = tuple[Use | None, Use | None]
-"""Two successive uses; None stands for a use before the first one."""
+"""Two successive uses of units. None stands for no use yet."""
 
 
 @final
@@ -44,13 +44,13 @@ class Schedule:
         self._next: dict[Pair, Use] = {}
         self._last: Pair = (None, None)
         self._position = 0
-        """The number of elements in all uses so far."""
+        """The sum of the units' elements over all uses so far."""
         self._uses: dict[PagedUnit, tuple[Pair, int]] = {}
         """Unit -> the pair that ends with its last use, and `_position` after that use."""
         self._numel_of: dict[PagedUnit, int] = {}
         self._distances: dict[Pair, int] = {}
-        """Pair that ends with a use of a unit -> the number of elements that were used last time between this use and
-        the unit's next use."""
+        """Pair -> the elements of all uses that came last time between the pair's second use and the next use of the
+        same unit."""
         self._ahead: deque[Use] = deque()
         """The expected uses, the next one first. [Note: Expected uses]"""
         self._tip: Pair = (None, None)
@@ -446,8 +446,8 @@ class UnitCache:
             paged.mark_stale()
 
     def refuse(self) -> None:
-        """Raise ModelError if `look` has found, since the last `refuse`, that user code changed parameters but not
-        their homes."""
+        """Raise the ModelError that `look` has stored since the last `refuse`. `look` stores one if user code has
+        changed a parameter but not its home."""
         refusal, self._refusal = self._refusal, None
         if refusal is not None:
             raise refusal

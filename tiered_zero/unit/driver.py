@@ -71,8 +71,8 @@ class DriverThread:
         self._inside: threading.Thread | None = None
         self._depth = 0
         self._in_backward: threading.Thread | None = None
-        """The thread that has called a backward without the engine; None if there is none or it is unknown. The field
-        stays set if an exception ends that backward."""
+        """The thread that has called a backward without the engine (`loss.backward()`). None if there is none, or if
+        the thread is unknown. The field stays set if an exception ends that backward."""
         self.was_broken_off = False
         """Whether a KeyboardInterrupt or SystemExit has ended a call since the last abort. [Note: Interrupted calls]"""
         self.process = OwnProcess()

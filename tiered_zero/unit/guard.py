@@ -228,8 +228,8 @@ def _as_own(own: type[torch.Tensor], name: str) -> Callable[..., Any]:
 
 
 def _members(own: type[torch.Tensor]) -> dict[str, Any]:
-    """Return members for a subclass of `own`. They watch accesses to a tensor's memory, and copy, pickle and print the
-    tensor as an `own`."""
+    """Return the methods and properties of a subclass of `own`. They notice when user code gets the tensor's memory.
+    They copy, pickle and print the tensor as an object of class `own`."""
     members: dict[str, Any] = {name: _watched(name) for name in WATCHED}
     members |= {name: _as_own(own, name) for name in ("__deepcopy__", "__reduce_ex__", "__format__", "__repr__")}
     members |= {"__getitem__": _index, "__module__": own.__module__}
@@ -319,7 +319,8 @@ class without_key(torch._C._ExcludeDispatchKeyGuard):
 # -- offloaded parameters ----------------------------------------------------------------------------------------------
 
 _CONVERSIONS = frozenset("to cpu cuda type float double half bfloat16".split())
-"""Functions that return the tensor itself if it has the wanted dtype and device. `module.to()` relies on this."""
+"""Names of functions that return the tensor itself if it has the wanted dtype and device. So `module.to()` can leave an
+offloaded parameter as it is."""
 # An offloaded parameter answers everything that does not need its bytes.
 _BYTE_PROPERTIES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
 _OF_CLASS_IN_USE = frozenset({"detach", "__getitem__", *WATCHED})

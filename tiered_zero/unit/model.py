@@ -90,7 +90,8 @@ def _own_params(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """Return whether the module holds several blocks or experts. A Sequential of layers without children does not."""
+    """Return whether the module holds several blocks or experts: a ModuleList or ModuleDict of several modules, or a
+    Sequential in which several modules have children."""
     if isinstance(module, nn.Sequential):
         return sum(any(True for grandchild in child.children()) for child in module) > 1
     return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) > 1

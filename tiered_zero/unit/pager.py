@@ -81,7 +81,8 @@ class Pager:
         self.frames: list[Frame] = []
         """The stack of modules that run, the innermost last."""
         self.direct: DirectCall | None = None
-        """The direct call that runs, or that an interrupt has ended before its forward hook could run; else None."""
+        """The user's direct call of a module; None if there is none. If an interrupt ends the call before its forward
+        hook, the field stays set."""
         self.loading: list[AbstractContextManager[None]] = []
         """The open `gathered` blocks of a running load_state_dict()."""
         self.units = UnitTable()
@@ -267,7 +268,8 @@ class Pager:
         self.direct = DirectCall(module=module, thread=threading.get_ident(), frame=_find_module_call())
 
     def save_direct(self) -> None:
-        """Make autograd save views by name until `end_direct`. Call this after the frame of the direct call is open."""
+        """Make autograd save views of units by name instead of by address, until `end_direct`. Call this after the
+        frame of the direct call is open."""
         if self.direct is not None:
             self.direct.saving = self.saved_views.begin()
 
@@ -282,7 +284,8 @@ class Pager:
         return self.direct is not None and is_running(self.direct.frame)
 
     def ends_direct(self, module: nn.Module) -> bool:
-        """Return whether the call of `module` that ends now is the direct call. Called by the module's forward hook."""
+        """Return whether the call of `module` that ends now is the user's direct call (see `DirectCall`). Called by the
+        module's forward hook."""
         direct = self.direct
         if direct is None or direct.module is not module:
             return False
@@ -346,7 +349,8 @@ class Pager:
 
     @runs_outside_modes
     def end_pass(self) -> None:
-        """Guard or evict every paged unit in use without users. Called after a forward or backward."""
+        """Guard or evict every paged unit that is in state IN_USE but has no users. Called after a forward or
+        backward."""
         for paged in self.units.by_unit.values():
             if paged.state is UnitState.IN_USE and not paged.num_users:
                 self.cache.retire(paged)
@@ -362,8 +366,8 @@ class Pager:
         self.cache.refuse()
 
     def invalidate_all(self) -> None:
-        """Prepare all units, frozen ones too, for a load of their values. Do as `invalidate` does, but allow changes of
-        frozen resident units by user code."""
+        """Prepare all units, frozen ones too, for a load of their values. Raises ModelError as `invalidate` does, but
+        does not check frozen resident units for changes by user code."""
         for paged in self.units:
             if paged.unit.trainable or not paged.is_resident:
                 self._invalidate(paged)

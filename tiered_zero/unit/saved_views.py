@@ -44,9 +44,9 @@ class SavedView:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedWrapper:
-    """The object that autograd keeps instead of a view of a flat inside a torch.func transform. `wrapper`: the
-    transform's tensor around the view; it cannot be created again. `view`: makes the unit keep its memory. `inner`: the
-    view by name."""
+    """The object that autograd keeps if a torch.func transform has wrapped a view of a flat. `wrapper`: the transform's
+    tensor; it cannot be created again. `view`: the view in the wrapper; while it exists, the unit keeps its memory.
+    `inner`: the `SavedView` of the view."""
 
     wrapper: torch.Tensor
     view: torch.Tensor
@@ -236,8 +236,8 @@ class SavedViews:
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def save_recomputed(self) -> None:
-        """Set the hooks that save views by name, if a backward recomputes a forward and no hooks are set. They stay set
-        until the running node of the backward ends."""
+        """Set the hooks that save views by name, if a backward recomputes a forward and no hooks are set. The hooks
+        stay set until the node of the backward that runs now has ended."""
         # as in a backward without the engine: autograd would save parameters, whose bytes are gone after eviction
         if torch._C._current_graph_task_id() == -1 or not self._may_save():
             return
@@ -293,8 +293,8 @@ class _ClosedUnits:
         self._resident = {paged.unit: (paged.storage, paged.version) for paged in units if paged.is_resident}
 
     def __call__(self, unit: Unit, version: int | None) -> FlatStorage:
-        """Return the storage of a unit that was resident. Raises ParameterOffloadedError for any other unit, and
-        ModelError if the weights have changed since `version`."""
+        """Return the storage of a unit that was resident when the engine closed. Raises ParameterOffloadedError for any
+        other unit. Raises ModelError if the unit's weights have changed since `version`."""
         if unit not in self._resident:
             ClosedEngine(unit.name).fault_in((), "This call")
         storage, current = self._resident[unit]

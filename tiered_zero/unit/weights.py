@@ -235,9 +235,9 @@ class WeightFiles:
             self._paths.update(dict.fromkeys(names, path))
 
     def check(self, model: nn.Module, specs: Mapping[nn.Parameter, ParamSpec]) -> list[str]:
-        """Return warnings about tensors in the files that the model does not use. Raises ModelError if no parameter of
-        the model is on meta, or if the files lack a parameter on meta or have it in another shape or in a dtype that
-        cannot be converted."""
+        """Check that the files fit the model. Return warnings about tensors in the files that the model does not use.
+        Raises ModelError if no parameter of the model is on meta, or if the files lack such a parameter. Also raises
+        ModelError if a tensor on meta has another shape in the files, or a dtype that cannot be converted."""
         missing_values = [spec for param, spec in specs.items() if param.is_meta]
         if not missing_values:
             raise ModelError(

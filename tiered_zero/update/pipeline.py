@@ -175,8 +175,8 @@ class UpdateJob:
         return all(map(self.gradients.has_arrived, layout.subgroup.units))
 
     def take(self, subgroups: Collection[int]) -> list[StateLayout]:
-        """Remove from the ready sub-groups all that are in `subgroups` (indices). Return them in the order of
-        `subgroups`."""
+        """Remove the sub-groups with the indices `subgroups` from the ready ones. Return those that were ready, in the
+        order of `subgroups`."""
         with self._changed:
             if not self._ready:
                 return []

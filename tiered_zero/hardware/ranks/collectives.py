@@ -202,8 +202,8 @@ def _meet(timeout_s: float) -> None:
 
 
 def _restarted_store(timeout: timedelta) -> dict[str, Any]:
-    """Return arguments for `init_process_group`. After a restart on one host, they include a store without the
-    addresses of the ended ranks; else there are none."""
+    """Return keyword arguments for `init_process_group`. After a restart of ranks on one host, the arguments include a
+    store that hides the addresses of the ended ranks. Otherwise return {}."""
     if not num_restarts() or not is_one_host():  # hosts may count restarts differently
         return {}
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]

@@ -27,7 +27,8 @@ _FAILED, _CLOSED, _WAITS = "failed", "closed", "wait"
 rank has closed its engine, and what the rank waits for."""
 
 _ALL = "all"
-"""Posted instead of a rank's number if no single rank has failed. Every rank then raises the message unchanged."""
+"""First word of a posted failure if no single rank has failed; otherwise this word is the failed rank's number. Every
+rank raises the message after _ALL unchanged."""
 
 
 @dataclass(frozen=True, kw_only=True)
