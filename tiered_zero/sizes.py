@@ -45,8 +45,8 @@ def ceil_nbytes(nbytes: int) -> str:
 
 
 def parse_nbytes(text: str | int | float) -> int:
-    """Parse a size in bytes, such as '1.5GiB', '512 MB' or 4096. Raises ValueError unless it has this form and is not
-    negative."""
+    """Parse a size in bytes, such as '1.5GiB', '512 MB' or 4096. Raises ValueError for another form or a negative
+    size."""
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         if not 0 <= text < math.inf or text != int(text):
             raise ValueError(f"a size in bytes must be a whole number >= 0, not {text!s:.100}")
@@ -62,8 +62,8 @@ def parse_nbytes(text: str | int | float) -> int:
 
 
 def parse_hardware_nbytes(text: str) -> int:
-    """Parse a size or rate of hardware. Raises ValueError as `parse_nbytes` does, for zero or less, and for less than 1
-    MiB without a unit."""
+    """Parse a size or rate of hardware. Raises ValueError for text that `parse_nbytes` refuses, for zero, and for a
+    number below 1 MiB without a unit."""
     nbytes = parse_nbytes(text)
     if nbytes <= 0:
         raise ValueError(f"{text!r:.100} is not above zero")

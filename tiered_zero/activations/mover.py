@@ -27,8 +27,8 @@ from tiered_zero.tiers.tier import HostTier, own_bytes
 
 LANE = "activations"
 MAX_HOLES_NBYTES = 64 * MIB
-"""The most bytes by which holes in malloc's heap may grow if the CPU computes; see `HeapTrim`. The limit of bytes in
-flight applies instead if it is lower."""
+"""The most bytes by which holes in malloc's heap may grow before `HeapTrim` trims the heap, if the CPU computes. The
+limit of bytes in flight is used instead if it is lower."""
 
 MAX_SHARE_OF_STORAGE = 4
 """The largest ratio of a storage's bytes to the saved view's bytes. Larger storages stay on the device."""
@@ -205,7 +205,7 @@ class _Reference:
 @dataclass(eq=False, kw_only=True)
 class _Record:
     """One moved storage. `key`: (storage, version). `counter`: an empty tensor that shares the moved tensor's version
-    counter. `at`: the storage's first byte in the place."""
+    counter. `at`: the first byte of the storage's copy in the `Place`."""
 
     index: int
     key: tuple[int, int]
@@ -305,8 +305,8 @@ class ActivationMover:
         return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor() or 0 in tensor.stride())
 
     def _find(self, key: tuple[int, int], tensor: torch.Tensor) -> _Reference | None:
-        """Return a reference to the record of `tensor`; None if its storage was not moved in the current version.
-        `key`: the identity of the storage, and its version."""
+        """Return a reference to the record of the tensor's storage; None if the current version of the storage was not
+        moved. `key`: the identity of the storage, and the version."""
         record = self._by_key.get(key)
         if record is None or record.storage.expired():  # type: ignore[no-untyped-call]
             return None

@@ -396,8 +396,8 @@ def _free_nbytes(paths: Sequence[str], rates: Machine | None) -> int | None:
 
 
 def save_choice(run_spec: RunSpec) -> list[str]:
-    """Write the chosen config to the folder of the run's report, or without a report to the first swap directory.
-    Return lines for the log."""
+    """Write the chosen config to the folder of the run's report. Without a report, write it to the first swap
+    directory. Return lines for the log."""
     choice, report = run_spec.choice, run_spec.config.tiered_zero.report
     if choice is None:
         return []

@@ -95,8 +95,8 @@ def find_source(run_spec: RunSpec, collectives: Collectives) -> Source:
 
 
 def _find(resume: str, warnings: list[str]) -> FoundCheckpoint | None:
-    """Find the checkpoint to resume. If `resume` is empty or its first save was not completed, add to `warnings` and
-    return None. Raises StoreError."""
+    """Find the checkpoint to resume. If the directory `resume` is empty, or its first save was not completed, add a
+    line to `warnings` and return None. Raises StoreError."""
     if why := nothing_to_load(resume, resumes=True):
         warnings.append(f"no checkpoint in {resume} is resumed: {why}. The run begins at step 0")
         return None
@@ -145,9 +145,9 @@ def open_machine(
     model_name: str,
     adopted: Mapping[tuple[str, ...], AdoptedStore] = MappingProxyType({}),
 ) -> OpenMachine:
-    """Allocate the host memory and files of the plan, and reserve its slots. A slot of state has the index of its
-    layout in `layouts`. `resources`: gets the functions that free them. `model_name`: is written to the owner file.
-    `adopted`: swap paths -> the committed state to resume."""
+    """Allocate the host memory and files of the plan, and reserve its slots. `layouts`: the layouts of state, by the
+    `index` of the planned slots of state. `resources`: gets the functions that free memory and files. `model_name`: is
+    written to the owner file. `adopted`: swap paths -> the committed state to resume."""
     tiers = TierRack(config, plan, runtime, resources, model_name=model_name, adopted=adopted)
     inventory = Inventory()
     copy_homes: dict[int, Home] = {}
@@ -168,7 +168,8 @@ def open_machine(
 
 
 def nvme_paths(config: Config) -> dict[tuple[str, ...], str]:
-    """Map the swap paths of activations, state and parameters on NVMe to the config key that names them."""
+    """Return a dict: swap paths (of activations, state or parameters on NVMe) -> the config key that names the
+    paths."""
     zero = config.zero_optimization
     sections = {
         "tiered_zero.activations": config.tiered_zero.activations,

@@ -296,7 +296,8 @@ def join_states(first: State, own: Sequence[Mapping[str, Any]]) -> State:
 
 
 def _select_rank(state: State, ranks: Collectives) -> int:
-    """Replace the parts of `state` that differ between ranks by this rank's. Return the number of ranks that saved."""
+    """Replace the parts of `state` that differ between ranks by the parts that this rank saved. If this rank is new,
+    keep rank 0's parts, but set the random states to None. Return the number of ranks that saved."""
     of_ranks = state.pop("ranks", None) or [own_state(state)]
     if ranks.rank < len(of_ranks):
         state.update(of_ranks[ranks.rank])

@@ -87,9 +87,9 @@ _CHUNK_NBYTES = MIB
 
 @final
 class Commits:
-    """Commits this rank's state in place. Called on the driver thread. `tiers`: the nvme tier of the optimizer state,
-    followed by that of the parameters if it is another tier and takes part in commits. `homes`: see `DurableCopies`.
-    `layout`: the hash of `run_fingerprint`."""
+    """Commits this rank's state in place. Called on the driver thread. `tiers`: first the nvme tier of the optimizer
+    state; then the nvme tier of the parameters, if it is another one and takes part in commits. `homes`: see
+    `DurableCopies`. `layout`: the hash of `run_fingerprint`."""
 
     def __init__(self, state: RunState, tiers: Sequence[NvmeTier], homes: Mapping[int, Home], layout: str) -> None:
         self._state = state

@@ -217,7 +217,8 @@ class TagManifest(JsonFile):
     """The manifest of a checkpoint. `save_id`: the id of the save, in the names of a full save's data files; also the
     id of an in-place commit. `stores`: a full save's data files, one for each rank. `scalars` (by parameter name) and
     `driver`: values encoded by `to_json` of driver.py. `aliases`: other name of a tensor in the model's state_dict ->
-    the name under which it is saved. `swap`: the store that decides an in-place commit; None for a full save."""
+    the name under which it is saved. `swap`: the store whose manifest decides for all ranks whether an in-place commit
+    is complete; None for a full save."""
 
     format_name = "tiered_zero.checkpoint"
 

@@ -59,7 +59,8 @@ _FACTS = {
     "world_size": "a number of ranks of",
     "num_threads": "a number of CPU threads of",
 }
-"""Field of `WrittenBy` -> its name in messages. If runs differ in one, the bits of later steps may differ."""
+"""Field of `WrittenBy` -> its name in messages. If two runs differ in one of these fields, the bits of their steps may
+differ."""
 
 
 # -- matching ----------------------------------------------------------------------------------------------------------
@@ -77,7 +78,7 @@ class Matched:
     buffers: dict[str, str] = field(default_factory=dict)
 
     def scalars(self, layout: StateLayout) -> dict[int, dict[str, Any]]:
-        """Return piece index -> scalars, for the pieces of a sub-group that load optimizer state."""
+        """Return piece index -> saved scalars, for each piece of the sub-group that loads optimizer state."""
         names = {piece.index: piece.param.name for piece in layout.subgroup.pieces}
         return {index: self.states[name] for index, name in names.items() if name in self.states}
 
@@ -353,9 +354,9 @@ class TensorReader:
 def _take(
     into: torch.Tensor, read_dtype: torch.dtype, dtype: torch.dtype, form: str, at: int, memory: memoryview
 ) -> None:
-    """Convert the elements in `memory` from `read_dtype` to `dtype`. Copy them to their place in `into`, which is the
-    memory of the whole request. `form`: the tensor's form; "magnitude" drops signs. `at`: how many bytes of the request
-    come before `memory`."""
+    """Convert the elements in `memory` from `read_dtype` to `dtype`. Copy them to their place in `into`. `into`: the
+    memory for the whole request. `form`: the tensor's form; for "magnitude", drop the signs. `at`: how many bytes of
+    the request come before `memory`."""
     values = torch.frombuffer(memory, dtype=read_dtype).to(dtype)
     own = into[at // read_dtype.itemsize :][: values.numel()]
     copy_values(own, values)

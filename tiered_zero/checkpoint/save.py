@@ -131,7 +131,8 @@ class AsyncSave:
         self.tag: TagWriter | None = None
         """The tag of the save under way; None if there is none."""
         self._cut: Transfer = COMPLETED
-        """Completes when the save has begun, between two updates. Carries the error if an earlier update fails."""
+        """The transfer that completes when the save has begun, between two updates. It fails if an earlier update
+        fails."""
         self._end = Completion()
         """Completes when the tag is published or discarded; carries the error of the save."""
 

@@ -71,7 +71,8 @@ COMMIT_ID: Final = "commit_id"
 random, because two commits may have the same step."""
 
 DECIDED_BY: Final = "decided_by"
-"""The metadata key of the location of the store that decides a commit. All other stores of the commit have it."""
+"""The metadata key for the location of the store that decides a commit. The other stores of the commit have this
+key."""
 
 ON_ITS_HOST: Final = (
     "Resume an in-place commit with the same number of ranks, each on the host that has its part (torchrun "

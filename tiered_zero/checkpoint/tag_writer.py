@@ -278,8 +278,8 @@ class TagWriter:
             raise
 
     def publish(self, fields: Mapping[str, Any], shares: Sequence[Share], *, save_latest: bool = True) -> None:
-        """Make the save durable, and publish it. `fields`: the fields of TagManifest, except those in `shares`, the tag
-        and the save id. Raises StoreError."""
+        """Make the save durable, and publish it. `fields`: the fields of TagManifest that do not come from `shares`,
+        without `tag` and `save_id`. Raises StoreError."""
         try:
             stores = tuple(store for share in shares for store in share.stores)
             self.prepare({"stores": stores, **join_shares(shares), **fields}, save_latest=save_latest)

@@ -46,7 +46,8 @@ WANTED_NBYTES = GIB
 LEAST_NBYTES = 4 * MIB
 _LEAST_TRIAL_S = 0.01
 _FILL_SHARE, _END_SHARE = 0.15, 0.05
-"""Shares of the given seconds: for writing the test file first, and to keep free, so that the command ends in time."""
+"""Shares of the given seconds. `_FILL_SHARE`: for writing the test file, before the settings are tried. `_END_SHARE`:
+kept free, so that the command ends in time."""
 
 
 @click.group("bench")
@@ -82,8 +83,8 @@ def io(directory: Path, seconds: float, as_json: bool) -> None:
 
 
 def measure_directory(directory: Path, end_s: float, choices: Sequence[IOSettings] = SETTINGS) -> dict[str, Any]:
-    """Measure the disk of `directory` with each of `choices`, and return the report. `end_s`: when to end, by
-    time.perf_counter(). The first of `choices` must be the default: its rates are the report's "disk". Raises
+    """Measure the disk of `directory` with each of the I/O settings `choices`, and return the report. The first setting
+    must be the default: its rates are the report's "disk". `end_s`: when to end, by time.perf_counter(). Raises
     ConfigError, PlanError, StoreError, TransferError."""
     fstype = filesystem_type(directory)
     notes = [line.removeprefix("nvme_path ") for line in filesystem_warnings(str(directory), fstype)]

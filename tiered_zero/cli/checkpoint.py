@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tiered_zero.checkpoint.tag import TagInfo
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Value of --dtype -> name of the torch dtype. A name, because importing torch would make --help slow."""
+"""Maps values of --dtype to names of torch dtypes. Names, because importing torch would make --help slow."""
 
 
 @click.group("checkpoint")

@@ -46,7 +46,8 @@ COMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """Runs COMMANDS. An error of the TieredZeroError family becomes one message and exit code 1."""
+    """A command group that imports a command of COMMANDS when it is used. Turns a TieredZeroError into one message and
+    exit code 1."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

@@ -141,8 +141,8 @@ def plan(
     """Show the bytes that a run of CONFIG needs on each tier. Allocates nothing.
 
     If the run does not fit into this machine, the limits in CONFIG or the sizes given as options, prints the reason
-    after the table and ends with exit code 1. Activations can cause this only if a sequence length is given; else a
-    line says whether they fit at an assumed length.
+    after the table and ends with exit code 1. The estimate of activations is checked only if a sequence length is
+    given. Else a line says whether it fits at an assumed length.
     """
     machine, whose = machine_to_plan(machine_file, device_memory, host_memory, disks)
     sources = ("--device-memory", "--host-memory")

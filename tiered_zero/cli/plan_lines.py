@@ -179,8 +179,8 @@ def seconds_facts(step: StepSeconds) -> dict[str, Any]:
 
 
 def seconds_lines(step: StepSeconds, plan: Plan, machine: Machine) -> Iterator[str]:
-    """Yield lines about the predicted step: its seconds by resource, from how many tokens on each tier's transfers are
-    hidden, and what would shorten the step."""
+    """Yield lines about the predicted step: its seconds by resource, the least tokens per step that hide each tier's
+    transfers, and what would shorten the step."""
     sizes = ((tier, plan.nbytes(tier)) for tier in TIERS)
     yield f"Predicted step on {machine.name}:"
     yield f"  bytes     {', '.join(f'{tier} {format_nbytes(nbytes)}' for tier, nbytes in sizes if nbytes)}"

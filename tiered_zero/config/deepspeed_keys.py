@@ -1,4 +1,5 @@
-"""Define what becomes of each config key (its fate) in one table, `table(Config)`, and report it for a given config.
+"""Define the fate of each config key (honoured, renamed, no effect, refused) in one table, `table(Config)`. Report the
+fates of the keys in a given config.
 
 Honoured keys are the fields of the schema. All other keys of DeepSpeed 0.19 are listed here.
 """

@@ -78,7 +78,7 @@ def load(
 
 
 def _idle_key(path: str, why: str, *, quiet: bool = False) -> Key:
-    """Return a key without effect for `path`, which need not be a known key. `quiet`: log no notice."""
+    """Return a `Key` with the fate NO_EFFECT for `path`, even if the path is unknown. `quiet`: log no notice."""
     return Key(path=path, fate=Fate.NO_EFFECT, why=why, quiet=quiet)
 
 
@@ -247,9 +247,9 @@ def _nearest(path: str) -> str:
 
 
 def _batch(values: dict[str, Any], world_size: int, reading: Reading, to_train: bool) -> dict[str, int]:
-    """Return all three batch sizes. Compute missing ones from train = micro * accumulation * ranks. `to_train`: if
-    false, micro becomes 1 if neither train nor micro is given and at least one is "auto". Raises ConfigError if too few
-    are given, or if they contradict each other."""
+    """Return all three batch sizes. Compute missing ones from train = micro * accumulation * ranks. `to_train`: false
+    sets micro to 1 if train and micro have no number and one of them is "auto". Raises ConfigError if too few sizes are
+    given, or if they contradict each other."""
     given: dict[str, int | None] = {}
     for name in _BATCH:
         try:

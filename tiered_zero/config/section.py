@@ -96,8 +96,8 @@ def _int(digits: str) -> int:
 
 
 def _elements(value: Any, info: ValidationInfo) -> int:
-    """Convert a count of elements as `whole` does, but round a fraction down, with a notice, because trainers compute
-    fractions."""
+    """Convert a number of elements to an int, as `whole` does, but round a fraction down and add a notice. Trainers
+    compute such fractions."""
     exact = number(value)
     if exact.is_integer():
         return whole(value)

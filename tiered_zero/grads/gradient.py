@@ -34,9 +34,10 @@ SUM_CHUNK_NUMEL = 1 << 15
 to add them."""
 
 BATCH_NBYTES = 1 << 20
-"""The size in bytes at which a batch of a unit's gradients is sent, as one job. The unit's last gradient also sends it.
-For a small gradient, such as that of a bias, a job of its own would cost more time than the copy. Gradients that are
-summed in host memory are sent once they fill a staging buffer, because each of their jobs waits for its copies."""
+"""The size in bytes at which a batch of a unit's gradients is sent, as one job. When the unit's last gradient has
+arrived, a smaller batch is sent too. For a small gradient, such as that of a bias, a job of its own would cost more
+time than the copy. Gradients that are summed in host memory are sent once they fill a staging buffer, because each of
+their jobs waits for its copies."""
 
 STAGED_ALIGNMENT = 64
 """Alignment in bytes of gradients in one staging buffer: a cache line."""
@@ -116,9 +117,9 @@ class UnitGradients:
         windows: FlatWindows | None = None,
         cuts: Iterable[int] = (),
     ) -> UnitGradients:
-        """Reserve a slot of `nbytes` on `tier`, or two with `has_spare`; none for 0. `windows`: lends host memory to
-        gradients on NVMe; not needed on other tiers. `cuts`: the elements of the unit's flat at which the parts that
-        the update reads begin."""
+        """Reserve a slot of `nbytes` on `tier`. With `has_spare`, reserve two slots. If `nbytes` is 0, reserve none.
+        `windows`: lends host memory to gradients on NVMe; not needed on other tiers. `cuts`: where the update's reads
+        begin, as indices of elements in the unit's flat."""
         start = 0 if shard is None else shard.start
         numel = unit.numel if shard is None else len(shard)
         padding = tuple(_padding(unit)) if shard is None else ()
@@ -180,8 +181,8 @@ class UnitGradients:
     def submit(
         self, lane: Lane, job: Callable[[], None], after: Sequence[Transfer], holds: Sequence[torch.Tensor]
     ) -> Transfer:
-        """Submit to `lane` a job that launches copies to the tensor that `opened` lends, and return the job's transfer.
-        `after`: transfers that the job waits for. `holds`: device tensors that the job reads."""
+        """Submit `job` to `lane`, and return the job's transfer. `job`: launches copies to the tensor that `opened`
+        lends. `after`: transfers that the job waits for. `holds`: device tensors that the job reads."""
         if (paged := self.paged) is None:
             return lane.submit(job, after=after, holds=holds, waits=False)
         transfer = LaneTransfer(launched=threading.Event())
@@ -547,8 +548,8 @@ class InFlightGradients:
             self._add([GradCopy(index=-1, target=target, source=source, adds=adds)])
 
     def _add(self, copies: Sequence[GradCopy]) -> None:
-        """Copy gradients through staging buffers to their targets in host memory, or add them there, as `copies` says.
-        One buffer is filled while the content of another is copied or added. Runs on the reduce lane."""
+        """Copy the gradients in `copies` through staging buffers to their targets in host memory, or add them to the
+        targets. One buffer is filled while the content of another is copied or added. Runs on the reduce lane."""
         coming: deque[_Load] = deque()
         try:
             for parts in self._loads(copies):

@@ -37,7 +37,7 @@ _SQUARES = struct.Struct("<dqI")
 _BACKWARD, _STEP = b"b", b"s"
 
 NO_MARK = 1 << 62
-"""A number above the numbers of all marks."""
+"""A number greater than the `number` of every `UseMark`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -639,7 +639,7 @@ class UseOrder:
         return unit in self._left
 
     def begin_backward(self, units: Iterable[Unit]) -> None:
-        """Begin a backward that reduces `units`, in the order of buckets."""
+        """Begin a backward. `units`: the units whose gradients it reduces, in the order of their buckets."""
         self._awaited = deque(units)
         self._used.clear()
 

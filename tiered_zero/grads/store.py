@@ -497,7 +497,7 @@ class GradientStore:
         ]
 
     def _found(self) -> list[tuple[UnitGradients, FlatEntry]]:
-        """Return (the unit's gradients, entry) of each parameter with a gradient, in the order of
+        """Return the `UnitGradients` and the `FlatEntry` of each parameter with a gradient, in the order of
         `model.parameters()`."""
         found = {}
         for gradients in self._units.values():

@@ -242,8 +242,8 @@ def model_rates(
     accelerator: Accelerator, products: Mapping[str, float]
 ) -> tuple[Mapping[str, float], Mapping[str, float]]:
     """Measure a small model's forward and backward, and subtract the time of its matrix products. Return two maps from
-    dtype name: to hidden-state elements per second in the blocks, and to logits per second in the loss. Both leave out
-    slow dtypes (`_SLOW`) and dtypes in which the model does not run."""
+    dtype names to rates. The first has hidden-state elements per second in the blocks, the second has logits per second
+    in the loss. Both leave out slow dtypes (`_SLOW`) and dtypes in which the model does not run."""
     tokens, layers, vocab = _MODEL_SHAPES[accelerator.device.type == "cpu"]
     hidden = _SHAPES[accelerator.device.type == "cpu"][1]
     in_blocks, logits = {}, {}

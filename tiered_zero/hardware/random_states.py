@@ -11,7 +11,7 @@ import numpy
 import torch
 
 _NUM_WORDS = 624
-"""Words in the state of a Mersenne twister."""
+"""The number of 32-bit words in the state of a Mersenne twister."""
 
 
 def random_states() -> dict[str, Any]:

@@ -36,7 +36,7 @@ class Plugin(BasePlugin):  # type: ignore[misc, unused-ignore]
         self.engine: tiered_zero.Engine | None = None
 
     def get_input_args(self) -> str:
-        """Return the dotted name of the class that declares the added keys."""
+        """Return the dotted name of the class that declares the keys that this plugin adds to axolotl's config."""
         return f"{__name__}.{TieredZeroArgs.__name__}"
 
     def post_model_load(self, cfg: Any, model: Any) -> None:

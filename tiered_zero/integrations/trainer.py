@@ -83,7 +83,7 @@ class ReportCallback(TrainerCallback):
             self._written += report.link_nbytes.get("disk write", 0)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, optimizer: Any = None, **_: Any) -> None:
-        """Add the numbers to `logs` and to the state's history, if `logs` has a loss."""
+        """Add this callback's numbers (see the class) to `logs` and to the state's history, if `logs` has a loss."""
         report = _report(self._engine, optimizer)
         if report is None or "loss" not in logs:
             return

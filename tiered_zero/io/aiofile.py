@@ -80,7 +80,8 @@ class AiofilesEngine(IOEngine):
         self.moved_s = time.monotonic()
         self._num_free = settings.num_workers
         self._urgent, self._others = deque[asyncio.Future[None]](), deque[asyncio.Future[None]]()
-        """Parts of requests that wait for a worker, in the order of arrival. Only the loop's thread uses them."""
+        """Futures of the request parts that wait for a worker: of urgent parts, and of all others. Each queue is in the
+        order of arrival. Only the loop's thread uses them."""
         self._executor = ThreadPoolExecutor(settings.num_workers, thread_name_prefix="tiered-zero-aiofiles")
         self._ending: asyncio.Task[None] | None = None
         self._loop = asyncio.new_event_loop()
@@ -143,8 +144,8 @@ class AiofilesEngine(IOEngine):
             self._num_free += 1
 
     async def _move(self, request: Request, file: File, offset: int, view: memoryview) -> None:
-        """Make the system calls for a part, until all its bytes are moved. Raises TransferError, and OSError if a sync
-        fails."""
+        """Make the system calls for a part of the request, until all bytes of `view` are moved. Raises TransferError,
+        and OSError if a sync fails."""
         if request.kind == "sync":
             await self._call(request, file, view, 0, executor=self._executor)
             return

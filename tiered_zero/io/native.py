@@ -144,8 +144,8 @@ class NativeEngine(IOEngine):
             raise ConfigError(f"its {settings.num_workers} threads cannot be started: {errno_text(code)}")
 
     def collect(self, transfer: NativeTransfer) -> None:
-        """Remove a finished transfer from `_unfinished`, and latch the engine if it failed. Idempotent; any thread may
-        call it."""
+        """Remove a finished transfer from `_unfinished`. If the transfer has failed, latch the engine. Idempotent; any
+        thread may call it."""
         with self._lock:
             if transfer in self._unfinished:
                 transfer.complete_io()
@@ -161,7 +161,8 @@ class NativeEngine(IOEngine):
         return transfer
 
     def _check_usable(self, file: File) -> None:
-        """Remove some finished transfers from `_unfinished`, then raise if the engine or the file cannot be used."""
+        """Remove finished transfers from `_unfinished`: all after a failure, else only among the oldest two. Then raise
+        if the engine or the file cannot be used."""
         if not self._closed and self._pid == os.getpid():
             failed = self.library.failed(self.pool)  # after a failure all of them, else the oldest two
             for transfer in list(self._unfinished) if failed else self._oldest():

@@ -20,8 +20,8 @@ PACKED_ALIGNMENT_NBYTES = 128
 PARAM_ALIGNMENT_NBYTES, because nothing computes on packed buffers."""
 
 CUT_NUMEL = PAGE_NBYTES // 2
-"""Shards and sub-groups end at multiples of this many elements. In a dtype of 2 or more bytes these are whole pages,
-because tiers write whole pages."""
+"""Shards and sub-groups end at multiples of this many elements. Tiers write whole pages, and in a dtype of 2 or more
+bytes such a multiple fills whole pages."""
 
 Memory = TypeVar("Memory")
 """A torch tensor. It is a type variable, because this package does not import torch."""
@@ -193,8 +193,8 @@ MAX_UNIT_NUMEL = 1 << 28
 rate."""
 
 SMALL_NUMEL = 1 << 20
-"""Small parts of a block are joined into units of at most this many elements, and at most a 64th of the model, because
-the calls for each unit take as long as a copy of 2 MiB over PCIe."""
+"""The most elements of a unit that joins small parts of a block; in a small model a 64th of all elements. Parts are
+joined because the calls for each unit take as long as a copy of 2 MiB over PCIe."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,9 @@ SHARED_CORES_SUB_GROUP_NUMEL = 1 << 22
 calls: 23 sub-groups of gpt2-124m instead of 119 saved 4% of a step's CPU time."""
 
 IN_PLACE_SUB_GROUP_NUMEL = 1 << 25
-"""The largest automatic size if state rests in memory and an accelerator computes. Each sub-group costs 0.2 to 0.6 ms
-between two kernel calls. With AUTO_SUB_GROUP_NUMEL this is 1.2 s per step for 7 billion parameters."""
+"""The largest automatic size of a sub-group, in elements, if state rests in memory and an accelerator computes. Each
+sub-group costs 0.2 to 0.6 ms between two kernel calls. With AUTO_SUB_GROUP_NUMEL this cost is 1.2 s per step for 7
+billion parameters."""
 
 LEAST_SUB_GROUPS = 64
 """If state rests in memory and an accelerator computes, the automatic size makes about this many sub-groups (small

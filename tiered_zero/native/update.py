@@ -30,9 +30,9 @@ class Dtype(enum.IntEnum):
     BFLOAT16 = 1
     FLOAT16 = 2
     REMAINDER = 3
-    """The low half of a master, as an int16; only for Adam. The kernel adds it to the high half, the bfloat16 `out`. A
-    master half a step above `out` has the same remainder as one half a step below. The sign bit of the second moment
-    says which it is (see rules/state_layout.py)."""
+    """The low half of a master, as an int16; only for Adam. The kernel adds it to the high half, the bfloat16 `out`.
+    The masters half a step above and half a step below `out` have the same remainder. The sign bit of the second moment
+    tells them apart (see rules/state_layout.py)."""
 
 
 class Rule(enum.IntEnum):
@@ -132,8 +132,8 @@ class UpdateKernel:
         )
 
     def square_roots(self, values: int, roots: int, numel: int, flags: Flag) -> None:
-        """Compute the square roots of `values` as an update with these flags does, and write them to `roots`. Both are
-        addresses of [numel] fp32, valid during the call. `numel`: a multiple of 16."""
+        """Write the square roots of `values` to `roots`, with the root that an update with `flags` uses. `values`,
+        `roots`: addresses of [numel] fp32, valid during the call. `numel`: a multiple of 16."""
         functions = self.root or (None, None)
         self._check(self._library.tz_square_roots(values, roots, numel, flags, LEVELS[self.level], *functions))
 

@@ -27,7 +27,8 @@ _STEM = "optimizer"
 _INDEX = "index"
 """The name of the tensor that holds an `_Index`."""
 STAND_IN = "state_files"
-"""The key that marks a state dict without tensors; its value is the `StateFiles.key` of the files with the state."""
+"""The key that marks a state dict without tensors. Its value is the `StateFiles.key` of the files that hold the
+state."""
 
 
 class _Index(JsonFile):
@@ -47,8 +48,9 @@ class _Index(JsonFile):
 def write_state(
     directory: Path, states: Mapping[nn.Parameter, ParamState], groups: Sequence[Mapping[str, Any]]
 ) -> list[Path]:
-    """Write the state of all parameters of `groups` to safetensors files, and return their paths. `states`: reads one
-    parameter's state at each access. Raises StoreError, and ModelError for a value that cannot be saved."""
+    """Write the state of all parameters of `groups` to safetensors files, and return their paths. `states`: parameter
+    -> its state; each access reads the state of one parameter. Raises StoreError, and ModelError for a value that
+    cannot be saved."""
     values = [{name: value for name, value in group.items() if name != "params"} for group in groups]
     options = to_json(values, "param_groups")
     sizes = [len(group["params"]) for group in groups]

@@ -268,7 +268,8 @@ class _Broadcasts:
         self._under_way: list[tuple[Any, Tensor, Tensor]] = []
 
     def advance(self, _param: Tensor) -> None:
-        """Count one written parameter of this rank. Start each round for which this rank's own parameter is written."""
+        """Count one written parameter of this rank. Start each next round in which this rank broadcasts a written
+        parameter."""
         self._num_written += 1
         own = self._messages[self._ranks.rank]
         while self._num_rounds < len(own) and own[self._num_rounds][0] <= self._num_written:

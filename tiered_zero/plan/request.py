@@ -209,7 +209,7 @@ def given(section: OffloadOptimizerSection | OffloadParamSection, name: str) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class SubGroupSize:
-    """The sizes of a sub-group."""
+    """The size of a sub-group: the bytes of its state, and its elements in each unit."""
 
     state_nbytes: int  # bytes of its slot
     parts: Mapping[int, int]  # unit index -> the unit's elements in the sub-group

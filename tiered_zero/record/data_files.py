@@ -396,8 +396,8 @@ class RecordReader:
         return queued
 
     def _take_next(self) -> list[str]:
-        """Wait for the oldest window that is being read. If no range is damaged, pass its bytes to the requests. Return
-        a text for each damaged range."""
+        """Wait for the oldest window that is being read, and return an error text for each damaged range in it. If no
+        range is damaged, pass the window's bytes to the requests."""
         window = self._begun[0]
         assert window.verified is not None and window.buffer is not None, "begun windows have both"
         window.verified.wait()

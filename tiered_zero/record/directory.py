@@ -514,8 +514,8 @@ def _committed_state(run: RunInfo, fd: int) -> tuple[int | None, bool]:
 
 
 def _liveness(run: RunInfo, fd: int, owner: Owner | None, unreadable: str) -> tuple[str, str]:
-    """Return `RunInfo.state` and `RunInfo.reason` of a run. `owner`: None if the owner file cannot be read.
-    `unreadable`: the reason for that."""
+    """Return `RunInfo.state` and `RunInfo.reason` of a run. `owner`: the content of the owner file; None if it is
+    missing or unreadable. `unreadable`: the reason for None."""
     try:
         if is_locked(OWNER_NAME, fd):
             return "alive", f"process {owner.pid} on {owner.host} holds its lock" if owner else "its lock is held"

@@ -130,8 +130,8 @@ digest: Final[Callable[[bytes | bytearray | memoryview], int]] = xxhash.xxh3_64_
 
 
 class Span(NamedTuple):
-    """Bytes `[start, end)` of a record that are contiguous in the store, from `address` on. `checks`: the ranges that
-    lie completely in the span. Only these can be verified."""
+    """Bytes `[start, end)` of a record that are contiguous in the store, from `address` on. `checks`: the ranges (bytes
+    with one checksum) that lie completely in the span. Only these ranges can be verified."""
 
     address: int
     start: int

@@ -172,8 +172,8 @@ class SwapStore:
         return self._table.records()
 
     def nbytes(self, kind: Literal["read", "write", "unverified"]) -> dict[str, int]:
-        """Return the bytes moved by completed requests, per category (a record's name up to the first '/'). `kind`:
-        "unverified" means bytes that were read without verification."""
+        """Return category (a record's name up to the first '/') -> bytes that completed requests have moved. `kind`:
+        "unverified" counts the bytes that were read without verification."""
         with self._count_lock:
             return dict(self._nbytes[kind])
 
@@ -200,8 +200,9 @@ class SwapStore:
 
     def write(self, record: Record, data: memoryview, offset: int = 0) -> Transfer:
         """Start to write `data` to the record, from its byte `offset` on. Offset, size and address are multiples of a
-        page. `data` must not change until the transfer is done. Raises StoreError if a second slot is needed and the
-        disk has no space for it. The transfer raises TransferError."""
+        page. `data` must not change until the transfer is done. A first write over committed bytes reserves a second
+        slot for the record. Raises StoreError if the disk has no space for that slot. The transfer raises
+        TransferError."""
         self._check()
         data = memoryview(data).cast("B")
         if kept := self._table.kept(record, offset, offset + len(data)):
@@ -439,8 +440,8 @@ class SwapStore:
             raise
 
     def _not_prepared(self, step: int, error: OSError) -> StoreError:
-        """Return the error to raise when a manifest could not be written. If `error` is transient (`_TRANSIENT`), drop
-        the prepared state; else latch the store."""
+        """Return the error to raise when the manifest of `step` could not be written. If `error` is transient
+        (`_TRANSIENT`), drop the prepared state. Else latch the store, which then refuses all use."""
         text = (
             f"The manifest of step {step} cannot be written to {self._directory.paths[0]}: {error}. "
             "What was committed before is untouched"
@@ -594,8 +595,9 @@ class RecordTable:
             return locate(state.record, ranges, start, end)
 
     def begin_write(self, record: Record, request: InFlight) -> tuple[list[Span], list[Range]]:
-        """Register a write. Return the spans for its bytes, and its pieces. Each piece gets one checksum. Raises
-        StoreError if a request for these bytes is in flight, or if the record is frozen."""
+        """Register a write. Return the write's spans (bytes that are contiguous in the store) and the write's pieces.
+        Each piece gets one checksum. Raises StoreError if a request for these bytes is in flight, or if the record is
+        frozen."""
         start, end = request.start, request.end
         with self._lock:
             state = self._admit(record, request)

@@ -89,8 +89,8 @@ class Schedule(ABC):
 
 @final
 class LRRangeTest(Schedule):
-    """Increases the rate without end, to find the largest useful rate: lr = min_lr * (1 + step_rate * t), with t = (i +
-    1) / step_size, rounded down if `lr_range_test_staircase` is true."""
+    """Increases the rate without end, to find the largest useful rate: lr = min_lr * (1 + step_rate * t), with t =
+    (`last_batch_iteration` + 1) / step_size, rounded down if `lr_range_test_staircase` is true."""
 
     def get_lr(self) -> list[float]:
         params = self._params

@@ -61,8 +61,8 @@ _DTYPE = attrgetter("dtype")
 _IS_CPU = attrgetter("is_cpu")
 _MASTER, _GRAD = attrgetter("master"), attrgetter("grad")
 _torch_bits: dict[Hashable, bool] = {}
-"""Maps (rule, kernel) to whether updates by this rule on this kernel have torch's bits. Each pair is tested once per
-process."""
+"""Maps (rule, kernel) to whether the kernel's results for fp32 gradients equal torch's in every bit. Each pair is
+tested once per process."""
 
 _ROOTS = Flag(0), Flag.NEWTON_ROOT, Flag.TORCH_ROOT
 """The kernel's square roots, fastest first."""
@@ -97,8 +97,8 @@ class _Batch:
 
 
 class NativeRule(UpdateRule):
-    """An elementwise rule that steps runs on the CPU with the native kernel. Torch steps runs on other devices, all
-    runs if there is no kernel, and fp32 gradients if the kernel rounds otherwise.
+    """An elementwise rule whose runs are stepped by the native kernel on the CPU. Torch steps a run instead if the run
+    is on another device, if there is no kernel, or if the gradient is fp32 and the kernel does not round as torch does.
 
     Masters are fp32, or int16 remainders if the rule has an `unsigned_field` ([Note: bf16 and remainder]). State arrays
     are fp32, or bf16 with stochastic rounding. Scalars are those of TorchRule, with the step count as a plain

@@ -78,8 +78,8 @@ class UpdateRule(ABC):
     """Whether a step changes values of its param group, such as a step count."""
 
     temporaries: int = 4
-    """The most temporary fp32 arrays in a step on an accelerator. Each is as long as the stepped runs together. Copies
-    of state and gradients are not counted. No torch class needs more than 4."""
+    """The largest number of temporary fp32 arrays in a step on an accelerator. Each array is as long as all stepped
+    runs together. Copies of state and gradients are not counted. No torch class needs more than 4."""
 
     kernel: UpdateKernel | None = None
     """The native kernel. It computes updates on the CPU, and gradient norms. None: torch's operations compute the

@@ -104,9 +104,9 @@ class MasterFormat(ABC):
 
     @abstractmethod
     def follow(self, parts: Parts, new: torch.Tensor, old: torch.Tensor | None) -> Parts | None:
-        """Return the arrays to store after user code has changed parameters from `old` to `new`, [n]; None if the
-        arrays do not change. A changed parameter's new value becomes its master. `old` may be None if `needs_params` is
-        false."""
+        """Return the new stored arrays after user code has changed parameters; None if no array changes. The new value
+        of a changed parameter becomes its master. `parts`: the present stored arrays. `old`, `new`: the parameters
+        before and after the change, [n]; `old` may be None if `needs_params` is false."""
 
     @abstractmethod
     def copy_unstepped(self, masters: Parts, outs: Parts) -> None:
@@ -358,7 +358,7 @@ def _part(field: StateField, start: int, stop: int) -> slice:
 
 
 def _view(raw: torch.Tensor, array: StateArray) -> torch.Tensor:
-    """Return a 1-D view of the array's bytes in `raw`, the slot's bytes, in the field's dtype."""
+    """Return the bytes of `array` as a 1-D view in the array's dtype. `raw`: all bytes of the slot."""
     return raw[array.offset : array.offset + array.field.nbytes].view(array.field.dtype)
 
 

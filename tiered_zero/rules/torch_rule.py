@@ -286,7 +286,8 @@ class TorchRule(UpdateRule):
         """The constructor of the optimizer, if it creates the state, as Adagrad's does; None if the first step creates
         the state."""
         self._expected: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
-        """For each param group of this step: the copy that the step reads, and the values that the step changes."""
+        """For each param group of this step: the values that the step reads, and the new values of the options that the
+        step changes."""
         self._fields: dict[tuple[tuple[int, ...], str], list[StateField]] = {}
         names = inspect.signature(kind).parameters
         construct = partial(cast(Any, kind), **{name: value for name, value in defaults.items() if name in names})

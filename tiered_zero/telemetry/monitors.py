@@ -21,8 +21,8 @@ Open = Callable[[ExitStack], Write]
 
 
 def csv_in(folder: Path) -> Open:
-    """Return an Open that writes a csv file in `folder` for each name. "Train/Samples/lr" goes to Train_Samples_lr.csv.
-    Rows of an existing file are kept."""
+    """Return a function (`Open`) that makes a writer of csv files in `folder`. The writer has one file for each name:
+    "Train/Samples/lr" goes to Train_Samples_lr.csv. Rows of an existing file are kept."""
 
     def open_files(end: ExitStack) -> Write:
         folder.mkdir(parents=True, exist_ok=True)

@@ -73,7 +73,7 @@ class StepReport(JsonRecord):
     tokens: int = 0
     """Tokens of all micro-batches; 0 if the model reads none."""
     lr: float | None = None
-    """The learning rate of the first param group; None if it has none."""
+    """The learning rate of the first param group; None if there is no group, or if the group has no lr."""
     grad_norm: float | None = None
     """The norm before clipping; None if it was not computed."""
     loss_scale: float = 1.0

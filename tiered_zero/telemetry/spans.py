@@ -93,7 +93,7 @@ class Recorder:
             self._count(span, end_s, nbytes)
 
     def take_totals(self) -> Totals:
-        """Return the sums since the last call, and reset them."""
+        """Return the sums of all spans since the last call, and set the sums to zero."""
         with self._lock:
             worked_s = {lane: math.fsum(map(operator.sub, at[1::2], at[::2])) for lane, at in self._worked.items()}
             busy_s = {lane: max(0.0, seconds - self._idle_s[lane]) for lane, seconds in worked_s.items()}

@@ -59,7 +59,7 @@ class GradientSource(ABC):
         """Return the segment's gradients, [numel]. Elements of parameters without a gradient are undefined."""
 
     def on_device(self, unit: Unit) -> bool:
-        """Return whether `part` returns memory on the device."""
+        """Return whether `part` returns device memory for segments of the unit."""
         return False
 
     def has_arrived(self, unit: Unit) -> bool:
@@ -177,8 +177,8 @@ class PagedFlat:
         """The flat of an earlier step, which uses the same record. It is dropped when this flat is opened."""
 
     def next(self) -> PagedFlat:
-        """Return the flat for the next step: this flat if it was never opened, else a new flat. Open the new flat only
-        after the update has read this flat, because this flat is then dropped."""
+        """Return the flat for the next step: this flat if it was never opened, else a new flat. Opening the new flat
+        drops this flat, so the update must have read this flat before."""
         if not self.was_opened:
             return self
         flat = PagedFlat(self.home, self.windows, self.dtype, self.numel, cuts=self.cuts, padding=self.padding)
@@ -246,8 +246,8 @@ class FlatWindows:
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """A context manager for an update that waits for gradients. In its block, windows that are kept for updates may
-        also be written and freed."""
+        """Allow windows that are kept for updates to be written and freed during the block. Used while an update waits
+        for gradients."""
         with self._changed:
             self._num_awaited += 1
             self._changed.notify_all()

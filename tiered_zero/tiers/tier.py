@@ -171,8 +171,8 @@ class UnitUpdate:
     """The update of one unit. `computed`: completes when every new parameter is in staging memory or in its slot.
     `written`: completes when all are in the slot. Any thread may use it.
 
-    A fetch does not have to wait for `written`. It passes its target to `forward_to`, and parts that are not in the
-    slot yet are copied there from staging memory."""
+    A fetch does not have to wait for `written`. It passes its target memory to `forward_to`. Parts that are not in the
+    slot yet are then copied from staging memory to the target."""
 
     def __init__(self) -> None:
         self.computed = Completion()
@@ -192,8 +192,8 @@ class UnitUpdate:
     # -- the update worker ---------------------------------------------------------------------------------------------
 
     def add_pending(self, start: int, part: torch.Tensor) -> None:
-        """Add a computed part: `part`, [n] uint8, is the unit's new bytes from byte `start`. `part` must not change
-        before `retire` returns."""
+        """Add a computed part of the unit. `part`: the part's new bytes, [n] uint8; they must not change before
+        `retire` returns. `start`: the part's first byte in the unit."""
         with self._lock:
             self._pending[start] = part
             self._forward(start)
@@ -398,8 +398,8 @@ def leased_slot(
     """A context manager that lends a slot's bytes, [nbytes] uint8: the slot's own memory, perhaps on the device, or a
     staging buffer if the slot is on NVMe.
 
-    `read`: the range to read from NVMe before the block. `write`: the range to write to NVMe after the block, unless it
-    raises. Both are whole pages."""
+    `read`: the range to read from NVMe before the block. `write`: the range to write to NVMe after the block, unless
+    the block raises. Both ranges are whole pages."""
     if (view := home.slot.tensor) is not None:
         yield view
         return

@@ -46,7 +46,8 @@ class Schedule:
         self._position = 0
         """The sum of the units' elements over all uses so far."""
         self._uses: dict[PagedUnit, tuple[Pair, int]] = {}
-        """Unit -> the pair that ends with its last use, and `_position` after that use."""
+        """Unit -> (pair, position). The pair ends with the unit's last use. The position is the value of `_position`
+        after this use."""
         self._numel_of: dict[PagedUnit, int] = {}
         self._distances: dict[Pair, int] = {}
         """Pair -> the elements of all uses that came last time between the pair's second use and the next use of the
@@ -61,7 +62,7 @@ class Schedule:
         """The expected units whose elements `expected_numel` counts. A unit that was `current` in `expect_next` when it
         became expected is not counted."""
         self.expected_numel = 0
-        """The number of elements of the units in `_counted`."""
+        """The total number of elements of the expected units that are in `_counted`."""
 
     def observe(self, phase: str, unit: PagedUnit, numel: int) -> bool:
         """Record a use of `unit`, which has `numel` elements, in the pass `phase`. Successive uses of one unit in one
@@ -168,11 +169,12 @@ class UnitCache:
         """The bytes of offloaded units that still have device memory, because other code holds or held a view of
         them."""
         self._shares_order = runtime.collectives.world_size > 1
-        """Whether every rank must make the same decisions. [Note: Order of gathers]"""
+        """Whether all ranks must fetch and evict the same units in the same order. [Note: Order of gathers]"""
         self._has_warned = False
         self.is_closed = False
         self._refusal: ModelError | None = None
-        """The error that the next `refuse` raises, for a change that `look` has found; None if there is none."""
+        """The error for a change that `look` has found; None if there is no change. The next `refuse` raises the
+        error."""
 
     def note_use(self, paged: PagedUnit, pass_name: str) -> None:
         """Record that `paged`, which is not resident, is about to be used in the pass `pass_name`."""

@@ -66,8 +66,8 @@ class DriverThread:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        """Held while a thread checks and sets the three fields below, except to leave. It is reentrant, because a
-        signal handler may run while the lock is held."""
+        """Held while a thread checks and sets `_inside`, `_depth` and `_in_backward`. `leave` and `end_backward` change
+        these fields without the lock. The lock is reentrant, because a signal handler may run while it is held."""
         self._inside: threading.Thread | None = None
         self._depth = 0
         self._in_backward: threading.Thread | None = None

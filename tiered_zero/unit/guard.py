@@ -503,7 +503,8 @@ def _parameters_in(value: Any) -> Iterator[nn.Parameter]:
 
 
 def _register_kernel() -> None:
-    """Register the kernel that fetches an offloaded parameter's bytes before an operator runs, or raises."""
+    """Register a kernel that runs before operators on offloaded parameters. It fetches the parameters' bytes, or
+    raises."""
 
     def kernel(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if _fetch_for_operator(operator, args, kwargs):

@@ -162,8 +162,7 @@ class ModuleHooks:
         self._share_key(handle, module._forward_hooks, module._forward_hooks_always_called)
 
     def _share_key(self, handle: RemovableHandle, *tables: dict[int, Any]) -> None:
-        """Change the hook's key in `tables`, a module's tables of hooks, to the key that is the same in every
-        module."""
+        """Give the hook of `handle` the same key in every module. `tables`: the module's tables that hold the hook."""
         # torch.compile compares these keys. With other keys, blocks of one class do not share compiled code, and those
         # after the eighth (torch._dynamo.config.recompile_limit) are not compiled.
         if self._key is None:

@@ -246,8 +246,8 @@ def _like(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _holding(stand_in: nn.Module, owners: Mapping[str, nn.Module], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Put `tensors` into the stand-in for the length of the block, under their names in `owners` (path -> module). A
-    buffer that an initialiser replaces is then replaced in `owners` too."""
+    """Put `tensors` into the model's copy `stand_in` during the block, under their names in `owners` (path -> module).
+    If an initialiser replaces a buffer, the buffer is then also replaced in `owners`."""
     held = {id(tensor) for tensor in tensors}
     slots: list[tuple[Any, Any, str, Any]] = []
     for path, owner in owners.items():

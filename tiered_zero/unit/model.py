@@ -21,9 +21,9 @@ def list_params(
     model: nn.Module, cast: Callable[[torch.dtype], torch.dtype], trains: bool = True
 ) -> dict[nn.Parameter, ParamSpec]:
     """List every parameter of the model once, with its ParamSpec, in the order of `model.parameters()`. The scales of
-    layers quantized to 4 bits come last. `cast`: returns the dtype that a parameter has on the device, given its own.
-    `trains`: False marks all as frozen. Raises ModelError if there are no parameters, or if a parameter is lazy or no
-    plain tensor."""
+    layers quantized to 4 bits come last. `cast`: maps a parameter's dtype to the dtype that the parameter has on the
+    device. `trains`: False marks all as frozen. Raises ModelError if there are no parameters, or if a parameter is lazy
+    or no plain tensor."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         if is_lazy(param):

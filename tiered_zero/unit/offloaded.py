@@ -83,7 +83,7 @@ class OffloadedParams:
 
     @runs_outside_modes
     def remember(self, paged: PagedUnit) -> torch.Tensor | None:
-        """Return a CPU copy of a unit before user code changes it; None if `write_back` needs none."""
+        """Return a CPU copy of a unit before user code changes the unit; None if `write_back` needs no copy."""
         return paged.storage.flat.to("cpu", copy=True) if self._cuts is not None and paged.unit.trainable else None
 
     @contextmanager
@@ -208,7 +208,7 @@ class ParamCopies:
             self._depth -= 1
 
     def end(self) -> None:
-        """End a state_dict, and drop its copies. Called also for one that an exception has ended halfway."""
+        """End a state_dict, and drop its copies. Also called after an exception has interrupted a state_dict."""
         if self._depth:
             self._driver.leave()
         self._depth = 0

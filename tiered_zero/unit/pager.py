@@ -90,11 +90,12 @@ class Pager:
         self.saved_views = SavedViews(self.units, self._fault_in_saved, mover)
         self.copies = ParamCopies(offloaded_params, runtime, self.driver, self.units, self.cache)
         self.num_uses = 0
-        """The number of uses of weights so far: frames, gathered units, and state_dicts of modules."""
+        """The number of uses of weights so far: calls of modules, `gathered` blocks (one use per unit), and state_dicts
+        of modules."""
         self._watched: set[PagedUnit] = set()
         """Units in which user code has got the memory of a parameter, as a NumPy array or an address."""
         self._swapped: dict[tuple[Owner, str], Home] = {}
-        """(unit, kind) -> the home that it gets in the next `swap_param_buffers`."""
+        """(unit, kind) -> the home that the unit gets for this kind in the next `swap_param_buffers`."""
 
     # -- set-up ----------------------------------------------------------------------------------------------------
 
@@ -142,7 +143,8 @@ class Pager:
         paged.add_user()
 
     def _release(self, paged: PagedUnit, pass_name: str) -> None:
-        """Remove a user. If none is left, guard or evict a paged unit; in backward, leave it in use."""
+        """Remove a user. A paged unit without users is then guarded or evicted, but stays in use if `pass_name` is
+        "backward"."""
         paged.remove_user()
         if pass_name != "backward":
             self.cache.retire(paged)
@@ -175,8 +177,8 @@ class Pager:
         paged.begin_use()
 
     def _wait_update(self, paged: PagedUnit, unit_update: UnitUpdate) -> None:
-        """Wait until the last update has written a resident unit, or computed a paged one. Raises the update's error,
-        unless the fetch of a paged unit will raise it."""
+        """Wait until `unit_update` has written a resident unit, or has computed a paged unit. Raises the update's
+        error. For a paged unit the fetch may raise the error instead."""
         if not unit_update.written.done():
             # a fetch takes computed parameters from staging memory; it raises the error of an update that has failed
             with self._recorder.span("compute", "wait_update", paged.unit.name):
@@ -295,8 +297,9 @@ class Pager:
 
     @runs_outside_modes
     def fault_in(self, params: Sequence[nn.Parameter], function: str) -> None:
-        """Fetch the units of `params`, arguments of `function`; the first is offloaded. Outside of forward and
-        backward, raise ParameterOffloadedError if a unit is neither in use nor resident. [Note: Entry points]"""
+        """Fetch the units of `params`, which are arguments of `function`. The first parameter is offloaded. Outside of
+        forward and backward, or while the engine admits only another thread, raise ParameterOffloadedError if a unit is
+        neither in use nor resident. [Note: Entry points]"""
         paged_units = [self.units.by_param[param] for param in params]
         paged_units[0].events.notice_backward()
         if self.driver.other() is not None or not (self.frames or self._is_in_backward()):

@@ -135,8 +135,8 @@ class SavedViews:
 
     def begin(self) -> saved_tensors_hooks | None:
         """Set the hooks that save views by name, and return them for `end`. Do nothing and return None if the innermost
-        hooks are our own or a checkpoint's. Raises ModelError if user code has moved or converted the model
-        (`module.half()`), or if a torch.func transform forbids hooks."""
+        hooks are this object's or those of torch.utils.checkpoint. Raises ModelError if user code has moved or
+        converted the model (`module.half()`), or if a torch.func transform forbids hooks."""
         self._check_converted()
         if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             raise ModelError(_NO_TRANSFORM)
@@ -206,8 +206,8 @@ class SavedViews:
             return self._mover.pack(*saved) or saved
 
     def hooks_inside(self, outer: tuple[Pack, Unpack] | None) -> tuple[Pack, Unpack] | None:
-        """Return the hooks to set on top of `outer`, the innermost hooks. Return None if `outer` is our own or a
-        checkpoint's."""
+        """Return the hooks to set on top of `outer`, the innermost hooks. Return None if `outer` belongs to this object
+        or to torch.utils.checkpoint."""
         if outer is None:
             return (self.pack if self._mover is None else self.pack_and_move), self.unpack
         # a checkpoint counts all saved tensors, and recomputes without the engine's call around it

@@ -403,7 +403,7 @@ class PagedUnit:
     version: int = 0
     """The number of changes of the values so far. Backward raises for a graph that saved an earlier version."""
     num_gathers: int = 0
-    """The number of `gathered` blocks among the users."""
+    """The number of running `gathered` blocks that use the unit. `num_users` counts these too."""
     num_writers: int = 0
     """The number of open blocks in which user code may change the unit."""
     state: UnitState = UnitState.OFFLOADED

@@ -386,8 +386,8 @@ class TieredOptimizer(TierStateOptimizer):
         return [{**group, "params": len(group["params"])} for group in self.param_groups]
 
     def checked_group_options(self, options: Any) -> list[dict[str, Any]]:
-        """Check `options`, which a checkpoint holds as `group_options()`; they may be anything. Return them with
-        missing options filled in. Raises ModelError if they do not fit the optimizer."""
+        """Check a checkpoint's param group `options`, and return them with missing options filled in. Raises ModelError
+        if `options` is malformed or does not fit the optimizer."""
         if type(options) is not list or not all(
             type(new) is dict and type(new.get("params")) is int for new in options
         ):

@@ -61,8 +61,8 @@ class UpdateJob:
         self.unit_updates: dict[Unit, UnitUpdate] = {}
         """Unit -> the `UnitUpdate` to complete. The driver thread adds units before `finish`."""
         self.after_of: dict[int, Transfer] = {}
-        """Index of each sub-group that is or was ready -> a transfer. The update writes the sub-group's parameters on
-        the device after this transfer, because earlier compute may still read them."""
+        """Index of each sub-group that is or was ready -> the transfer after which the update writes the sub-group's
+        parameters on the device. Before it, earlier compute may still read these parameters."""
         self.computed = Completion()
         """Completes when every sub-group is computed, or when the job ends."""
         self.opened: deque[SubGroupWork] = deque()
@@ -77,8 +77,8 @@ class UpdateJob:
                 self._layouts_of.setdefault(unit, []).append(layout)
         self._num_uncomputed = {unit: len(own) for unit, own in self._layouts_of.items()}
         self._num_unwritten = dict(self._num_uncomputed)
-        """`_num_uncomputed`: unit -> the number of its sub-groups not computed yet. `_num_unwritten`: the same for
-        those not written yet."""
+        """Unit -> the number of its sub-groups that are not written yet. `_num_uncomputed` counts those not computed
+        yet."""
         self._changed = threading.Condition()
         self._ready: dict[int, StateLayout] = {}
         """Index of a ready sub-group -> its layout, in the order in which sub-groups became ready."""

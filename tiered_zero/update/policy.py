@@ -136,8 +136,8 @@ class UpdatePolicy(ABC):
         self._prefetch()
 
     def unit_ready(self, unit: Unit) -> None:
-        """Add the unit to the job of `begin_backward`, if updates begin in backward. Called when the unit's gradients
-        are complete."""
+        """Add the unit to the job that `begin_backward` has started, if updates begin in backward. Called when the
+        unit's gradients are complete."""
         return
 
     @property

@@ -212,8 +212,8 @@ class SubGroupIO:
 
     def bind_outputs(self, work: SubGroupWork) -> None:
         """Set `work.outs`, the memory for new parameters. Called right before the update, because a delayed update
-        swaps the homes of parameters. If masters must follow parameters that user code has changed, also read the
-        present parameters to the windows."""
+        swaps the homes of parameters. If the update must copy parameters that user code has changed to their masters,
+        also read the present parameters to `work.windows`."""
         work.outs = []
         for segment, window in zip(work.layout.subgroup.segments, work.windows, strict=True):
             if window is None:

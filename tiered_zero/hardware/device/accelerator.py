@@ -169,8 +169,8 @@ class Work:
 
 
 Launch = Callable[[Work], EventMarker | None]
-"""A function that runs a job on the calling thread. On the device, the job runs after `work.after`. Returns the marker
-of the job's end; None without a device. May raise."""
+"""A function that runs the job of a `Work` on the calling thread. The device begins the job after the transfers in
+`work.after`. Returns a marker that the device reaches at the job's end; None without a device. May raise."""
 
 
 def run_job(work: Work) -> None:

@@ -49,7 +49,8 @@ class RankWaits:
     num_calls: Mapping[str, int]  # group -> the number of collectives that the rank has made
 
     def has_made(self, call: CollectiveCall) -> bool:
-        """Return whether this blocked rank has made its part of `call`, in which another rank is blocked."""
+        """Return whether this rank, which is blocked, has made its call of a collective. `call`: another rank's call of
+        this collective, in which that rank is blocked."""
         if self.call is not None and (self.call.group, self.call.number) == (call.group, call.number):
             return self.call.kind == call.kind  # False: blocked in another kind in its place
         return self.num_calls.get(call.group, 0) >= call.number
