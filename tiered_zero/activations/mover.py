@@ -37,7 +37,7 @@ NUM_AHEAD = 2
 """How many records are read back before backward asks for them, if there is room."""
 
 MAX_GAP = 32
-"""The number of earlier records among which to look for records to read ahead."""
+"""How many records before the current one are searched for records to read ahead."""
 
 # -- places ------------------------------------------------------------------------------------------------------------
 
@@ -223,8 +223,8 @@ class _Record:
 
 @final
 class SavedActivation:
-    """The object that autograd keeps instead of a moved tensor. `counter`: an empty tensor that shares its version
-    counter."""
+    """The object that autograd keeps instead of a moved tensor. `counter`: an empty tensor that shares the moved
+    tensor's version counter."""
 
     __slots__ = ("_mover", "_was_unpacked", "counter", "dtype", "offset", "reference", "size", "stride", "version")
 
@@ -488,7 +488,7 @@ class ActivationMover:
         self._ledger.correct("device", "activation_in_flight", 0)
 
     def _free_dropped(self) -> None:
-        """Remove records that autograd has dropped, and free their bytes in the place."""
+        """Remove records that autograd has dropped, and free their bytes in host memory or on NVMe."""
         while self._dropped:
             step, index = self._dropped.popleft()
             if step != self._step:

@@ -45,7 +45,7 @@ NUM_TRIES = 4
 the tier."""
 
 LARGE_SUB_GROUP_NUMEL = 1 << 22
-"""The largest `sub_group_size` that takes effect, in elements: four times the default for state that is transferred."""
+"""The `sub_group_size`, in elements, that the search tries besides the config's own. A larger value has no effect."""
 
 _ZERO, _OWN = "zero_optimization.", "tiered_zero."
 _PARAM, _STATE = f"{_ZERO}offload_param.", f"{_ZERO}offload_optimizer."
@@ -102,8 +102,9 @@ predictions are not more exact."""
 
 
 def _best_first(found: Sequence[Candidate]) -> list[Candidate]:
-    """Sort candidates by the predicted seconds of a step. Among steps that count as equal to the shortest (SAME_SHARE),
-    put those without a new sub_group_size first, then those that write the fewest bytes to disks."""
+    """Sort candidates by the predicted seconds of a step. Several steps may count as equal to the shortest
+    (SAME_SHARE). Among these, put those that keep the config's sub_group_size first, then those that write the fewest
+    bytes to disks."""
     # a sub_group_size of 4 Mi elements, chosen for a predicted gain of 0.5%, took 1.17 times as long
     same_s = SAME_SHARE * min((each.step.seconds for each in found), default=0.0)
 
@@ -329,7 +330,7 @@ def make_predictor(
 ) -> Callable[[Plan], StepSeconds]:
     """Return a function that predicts a step of a plan, for `model` and the batch of `config`. Without `rates`, use
     those measured on this machine. `finds_hidden`: whether the function also searches how many tokens a step needs so
-    that transfers take no longer than compute. Raises ConfigError, as the function does, if a rate is missing."""
+    that transfers take no longer than compute. Both functions raise ConfigError if a rate is missing."""
     machine, length = rates or _rates_here(_paths(config)), _length(config, model)
     estimate, tokens = estimate_of(model, config, length), length * config.train_micro_batch_size_per_gpu
     dtype = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[config.param_dtype_name]

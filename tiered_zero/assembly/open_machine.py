@@ -64,7 +64,7 @@ class Source:
 
     @property
     def directories(self) -> Mapping[tuple[str, ...], AdoptedStore]:
-        """Swap paths of the config -> the adopted commit's state, which the run opens there; empty without an
+        """The config's swap paths of each store -> the committed state that the run opens there. Empty without an
         adoption."""
         return {} if self.adoption is None else self.adoption.directories
 

@@ -175,8 +175,9 @@ class _Cut:
 
 
 def _specify(config: Config, *, cut: _Cut, machine: PlannedMachine, ranks: Collectives) -> RunSpec:
-    """Specify a run under `config`. While the plan does not fit host memory, halve the size of sub-groups, unless this
-    makes too many of them or none uses a staging buffer. The caller must have checked parameters and optimizer."""
+    """Specify a run under `config`. While the plan does not fit host memory, halve the size of sub-groups. Stop if
+    there would be too many sub-groups, or if the plan has no staging buffers for state. The caller must have checked
+    parameters and optimizer."""
     effective, request = _request(config, cut.model, machine, ranks)
     rule = cut.make_rule(request.state_format, request.world_size, request.shards_params, request.shares_cores)
     if machine.device_nbytes is not None or find_device(config.tiered_zero.device).type != "cpu":
@@ -343,7 +344,8 @@ def compare_facts(facts: Mapping[str, Any], exchange: Exchange) -> None:
 
 
 def _first_difference(first: Any, other: Any, path: Sequence[str] = ()) -> tuple[Sequence[str], Any, Any]:
-    """Return the path of the first value that differs, and both values; None stands for a missing value."""
+    """Return the path of the first value that differs between `first` and `other`, and the value in each. None stands
+    for a missing value."""
     if isinstance(first, dict) and isinstance(other, dict):
         # keys of one side first: they change the values of other keys
         alone = [key for key in (*first, *other) if (key in first) != (key in other)]
@@ -415,8 +417,8 @@ def compute_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
 
 
 def _limits(config: Config, model: nn.Module, machine: PlannedMachine, ranks: Collectives) -> Limits:
-    """Return the bytes that this rank may use on each tier: the config's limit if it is set and free, else the free
-    bytes less an eighth."""
+    """Return the bytes that this rank may use on the device and in host memory: the config's limit if it is set and not
+    above the free bytes, else the free bytes minus an eighth."""
     settings = config.tiered_zero
     nbytes, source, given_nbytes = machine.device_nbytes, machine.sources[0], None
     if nbytes is None:

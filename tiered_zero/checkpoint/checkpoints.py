@@ -337,8 +337,9 @@ def find_together(
     find: Callable[[], FoundCheckpoint | None],
     prepare: Callable[[], None] = lambda: None,
 ) -> FoundCheckpoint | None:
-    """Call `prepare` on every rank and `find` on rank 0. Return rank 0's result on every rank; a path in it below rank
-    0's `directory` becomes the same path below this rank's. If a call raises on one rank, every rank raises."""
+    """Call `prepare` on every rank and `find` on rank 0. Return rank 0's result on every rank. A path in the result
+    below rank 0's `directory` becomes a path below this rank's `directory`. If a call raises on one rank, every rank
+    raises."""
 
     def act() -> FoundCheckpoint | None:
         prepare()

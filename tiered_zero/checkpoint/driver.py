@@ -213,8 +213,8 @@ class DriverState:
             optimizer.load_group_options(state["options"])
 
     def restore(self, state: State, parts: LoadParts = EVERYTHING) -> dict[str, Any]:
-        """Restore the other driver state (see `restore_optimizer`), and return the client_state. `state`: the result of
-        `check`. Call this while no update runs."""
+        """Restore the driver state that `restore_optimizer` does not restore, and return the client_state. `state`: the
+        result of `check`. Call this while no update runs."""
         if self.module is not None:
             _restore_extra_states(self.module, state["modules"])
         if parts.module_only:

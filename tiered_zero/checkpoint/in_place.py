@@ -161,8 +161,8 @@ class Commits:
     @hold_interrupts()
     def _commit(self, manifest: TagManifest, shares: Sequence[Share], tag: TagWriter, pointer: Transfer) -> None:
         """Make the state durable on every rank, let rank 0 decide, then publish the tag. `pointer`: completes when the
-        tag is prepared. Raises StoreError if the commit failed or may not be durable, or if only the tag is not
-        durable; the error's text says which."""
+        tag is prepared. Raises StoreError, whose text says what is wrong: the commit failed, the commit may not be
+        durable, or the commit is durable but its tag is not."""
         is_first = self._ranks.rank == 0
         if len(self.run_ids) == 1:  # no other store depends on it: it may drop a prepared state
             self._stores[0].commit(manifest.step, _metadata(manifest, shares))

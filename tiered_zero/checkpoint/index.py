@@ -122,8 +122,8 @@ class Source(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Elements [start, stop) of a tensor, in memory order. `sources`: the places where their bytes begin, one for each
-    source of the tensor's form (see [Note: Portable form])."""
+    """Elements [start, stop) of a tensor, in memory order. `sources`: the places where the bytes of these elements
+    begin: three for the form "joined", else one (see [Note: Portable form])."""
 
     start: Count
     stop: Count
@@ -291,8 +291,9 @@ class RankPart(StrictModel):
 class Share(StrictModel):
     """One rank's part of a save.
 
-    `tensors`: with this rank's parts only. `scalars`: by parameter name. `driver`: this rank's `own_state`. `stores`:
-    this rank's data file in a full save. `rank`: this rank's part of an in-place commit."""
+    `tensors`: key -> entry with only this rank's parts. `scalars`: parameter name -> the scalars of its state.
+    `driver`: this rank's `own_state`. `stores`: this rank's data file in a full save. `rank`: this rank's part of an
+    in-place commit."""
 
     tensors: dict[str, TensorEntry]
     scalars: dict[str, Any]

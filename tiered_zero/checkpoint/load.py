@@ -46,7 +46,8 @@ logger = logging.getLogger("tiered_zero")
 _BLOCK = QUANTIZED_BLOCK_NUMEL
 _NUM_NAMED = 5
 _CONVERTED_AHEAD = 2
-"""The largest number of sub-groups in flight that need a conversion. A conversion takes more memory."""
+"""The largest number of sub-groups in flight that need a conversion. It is low, because a conversion takes additional
+memory."""
 
 _STEP_NUMEL = 1 << 15
 """The most elements that `torch.Tensor.copy_` converts on the calling thread alone (at::internal::GRAIN_SIZE)."""
@@ -420,12 +421,12 @@ class StateLoader:
         self._num_converted = 0
         """The number of sub-groups in flight that need a conversion (see `_CONVERTED_AHEAD`)."""
         self._joined: list[torch.Tensor] = []
-        """Free fp32 buffers for masters. The next sub-group that stores remainders takes one."""
+        """Unused fp32 buffers for masters. The next sub-group that stores remainders takes one."""
 
     @torch.no_grad()
     def load(self) -> None:
-        """Load everything. If this raises, some values are new, some old and some 0. Raises CorruptionError,
-        StoreError, TransferError."""
+        """Write all values of the checkpoint to the run. If this raises, the run has a mix of new values, old values
+        and zeros. Raises CorruptionError, StoreError, TransferError."""
         run_ahead(self._io, self._view.layouts, self._begin)
         for unit in self._state.units:
             if unit.index not in self._state.updated_units:

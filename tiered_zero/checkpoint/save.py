@@ -117,7 +117,7 @@ class Capture:
         )
 
     def publish(self, tag: TagWriter, shares: Sequence[Share]) -> None:
-        """Publish the tag with the shares of all ranks. The data of the other ranks must be durable."""
+        """Publish the tag. `shares`: each rank's share of the manifest. The data of the other ranks must be durable."""
         driver = join_states(self.fields["driver"], [share.driver for share in shares])
         tag.publish({**self.fields, "driver": driver}, shares, save_latest=self.save_latest)
 

@@ -165,13 +165,14 @@ def _committed(path: Path) -> Manifest:
 @final
 @dataclass(frozen=True, kw_only=True)
 class TagInfo:
-    """The result of `look_at` for one tag. `complete`: whether the tag can be loaded. `reason`: why not, or "".
-    `nbytes`: its bytes on disk. `save_id`: see `TagManifest`. `is_unfinished`: whether a process is writing or removing
-    the tag, or ended while it did so. `is_foreign`: whether it is another program's checkpoint. `created_s`: seconds
-    since the epoch; 0.0 if unknown.
+    """The result of `look_at` for one tag. `complete`: whether the tag can be loaded. `reason`: why it cannot be
+    loaded; "" if it can. `nbytes`: its bytes on disk. `save_id`: see `TagManifest`. `is_unfinished`: whether a process
+    is writing or removing the tag, or ended while it did so. `is_foreign`: whether it is another program's checkpoint.
+    `created_s`: seconds since the epoch; 0.0 if unknown.
 
     These fields are for in-place commits only. `run_id`: the run that committed. `swap`: the directory of the run's
-    newest commit. `held_id`: the id of that commit. Both are None if it is not on this host."""
+    newest commit. `held_id`: the id of that commit. `swap` and `held_id` are None if that commit is not found on this
+    host."""
 
     tag: str
     path: Path
@@ -223,7 +224,8 @@ _FOREIGN: Final = {
 
 
 def _foreign(names: Iterable[str]) -> str:
-    """Return the text in `_FOREIGN` for a directory with files of these names; "" if no pattern matches."""
+    """Return the text of `_FOREIGN` (kind of checkpoint, and advice) for files of these names; "" if no pattern
+    matches."""
     found = (what for pattern, what in _FOREIGN.items() if any(re.fullmatch(pattern, name) for name in names))
     return next(found, "")
 
@@ -283,8 +285,8 @@ def _wrong_file(dir_fd: int, name: str, nbytes: int) -> str:
 
 
 def _follow(info: TagInfo, manifest: TagManifest) -> TagInfo:
-    """Add the newest commit of the tag's run to `info`, and return the result. The tag is of an in-place commit. It is
-    complete if it points to this newest commit, and no part of the commit is missing on this host."""
+    """Return `info` with facts about the newest commit of the tag's run. The tag describes an in-place commit. It is
+    complete if it describes this newest commit, and no part of the commit is missing on this host."""
     assert manifest.swap is not None, "a tag of an in-place commit"
     first = manifest.swap.first
     info = replace(info, run_id=manifest.swap.run_id)

@@ -121,9 +121,9 @@ class SaveDirectory:
         sync_directory(self.path)
 
     def end(self, tag: str, save_id: str, *, is_published: bool) -> int:
-        """End the change that `begin` began. If the save is published, remove the data files of older saves in the tag;
-        else remove the save's own. Return the bytes freed on disk. If files cannot be removed, log that and return
-        0."""
+        """End the change that `begin` began. If the save is published, remove the data files of the tag's older saves;
+        else remove the files of this save. Return the bytes freed on disk. If files cannot be removed, log that and
+        return 0."""
         path, nbytes = self.path / tag, 0
         try:
             for name in os.listdir(path):
@@ -148,8 +148,8 @@ class SaveDirectory:
         return nbytes
 
     def remove(self, tag: str, save_id: str) -> None:
-        """Remove a tag that the save `save_id` has written. Raises OSError if the manifest cannot be removed: the tag
-        can still be loaded."""
+        """Remove a tag that the save `save_id` has written. Raises OSError if the manifest cannot be removed durably;
+        the tag may then still be loaded."""
         try:
             self.begin(tag, save_id)
         except OSError as error:
@@ -208,8 +208,8 @@ class TagWriter:
         needed_nbytes: int,
         directory: SaveDirectory | None = None,
     ) -> None:
-        """Use `begin` or `join` instead. `path`: the tag's directory. `directory`: the locked directory on rank 0; else
-        None."""
+        """Use `begin` or `join` instead. `path`: the tag's directory. `directory`: the locked save directory; None on
+        ranks other than 0."""
         self.path, self.save_id, self.writer = path, save_id, writer
         self.tag = path.name
         self._needed_nbytes = needed_nbytes

@@ -406,9 +406,9 @@ _COPIED = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 
 
 def named_as_in(directory: Path, tensors: Sequence[WeightTensor], tied: Container[str]) -> list[WeightTensor]:
-    """Return `tensors`, renamed and split as in the safetensors files of `directory`. If it has no such files, do as
-    `save_pretrained` does. `tied`: names that the files may lack. Raises ModelError if another name is only in the
-    files, or only in the tensors."""
+    """Return `tensors`, renamed and split as in the safetensors files of `directory`. Without such files, rename and
+    split as `save_pretrained` does. `tied`: names that the files may lack. Raises ModelError if the files lack another
+    name, or have a name that no tensor has."""
     names = _names(directory)
     if not names or not names <= {tensor.name for tensor in tensors}:
         tensors = as_saved(_on_meta(directory), tensors)

@@ -34,8 +34,8 @@ SETTINGS = (
     IOSettings(block_size=2 * MIB, queue_depth=4),
     IOSettings(block_size=2 * MIB, queue_depth=16),
 )
-"""The first setting is the default. The others were the best in tools/bench/records/io.jsonl: for reads, for reads and
-writes at once (measured with fio), and for writes."""
+"""The I/O settings that `bench io` measures. The first is the default. The others were the best in
+tools/bench/records/io.jsonl: for reads, for reads and writes at once (measured with fio), and for writes."""
 
 MAX_SECONDS = 60
 """The largest value of --seconds, and its default."""

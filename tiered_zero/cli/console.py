@@ -32,8 +32,8 @@ JSON_OPTION = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 def parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """Return a click callback that converts an option's text with `parse`. Its ConfigError or ValueError is wrong
-    usage."""
+    """Return a click callback that converts an option's text with `parse`. If `parse` raises ConfigError or ValueError,
+    the command reports wrong usage."""
 
     def read(_ctx: click.Context, _param: click.Parameter, value: Any) -> Any:
         try:
@@ -58,7 +58,7 @@ def parse_source(text: str) -> GPTConfig | str:
 
 
 def parse_size(text: str) -> GPTConfig:
-    """Return the shape of a GPT with about this number of parameters. `text`: "7B" or "7e9". Raises ConfigError."""
+    """Return the shape of a GPT with about as many parameters as `text` says: "7B" or "7e9". Raises ConfigError."""
     return gpt_of_size(parse_count(text))
 
 

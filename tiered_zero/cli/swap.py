@@ -51,7 +51,8 @@ def ls(directory: Path, as_json: bool) -> None:
 @directory_argument
 @JSON_OPTION
 def du(directory: Path, as_json: bool) -> None:
-    """Sum the bytes on disk of the runs in DIRECTORY by the state of their owners."""
+    """Sum the bytes on disk of the runs in DIRECTORY: of runs whose owner is alive, dead or unknown, and of all
+    runs."""
     runs = list_runs(directory)
     states = {state: [run.nbytes for run in runs if run.state == state] for state in _STATE_STYLES}
     totals = {state: {"runs": len(sizes), "nbytes": sum(sizes)} for state, sizes in states.items()}

@@ -36,8 +36,8 @@ def hold_interrupts() -> Iterator[None]:
     """Return a context manager (or decorator) that defers Ctrl-C. The first Ctrl-C inside the block raises
     KeyboardInterrupt when the block ends; a second one raises it immediately.
 
-    The block does nothing on a thread other than the main thread, inside another `hold_interrupts` block, or if the
-    program has its own handler of SIGINT."""
+    The context manager does nothing on a thread other than the main thread, inside another `hold_interrupts` block, or
+    if the program has its own handler of SIGINT."""
     main, before = threading.main_thread().ident, signal.getsignal(signal.SIGINT)
     is_free = before is signal.default_int_handler or (isinstance(before, _Held) and before.is_over)
     if threading.get_ident() != main or not is_free:
@@ -103,8 +103,8 @@ class Teardown:
 
 
 def once(act: Callable[[], Any]) -> Callable[[], None]:
-    """Return a function that calls `act` at its first call only, even if that call is interrupted. Use it for closing
-    functions that need not be finished."""
+    """Return a function that calls `act` at its first call only, even if that call is interrupted. Use it for a closing
+    function that may be left unfinished after an interrupt."""
     called: list[None] = []
 
     def call() -> None:

@@ -31,7 +31,7 @@ class Transfer(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Block until the transfer is complete. If it failed, raise its error; do so at every call."""
+        """Block until the transfer is complete. If it failed, every call raises its error."""
 
 
 class Completion(Transfer):

@@ -299,8 +299,8 @@ def asks_for_something(key: Key, value: Any) -> bool:
 
 
 def _switched_on(section: Mapping[str, Any]) -> bool:
-    """Return whether a section is on. Its key `enabled` decides. Without this key, the section is on if any value is
-    not false, null, "auto", zero or empty."""
+    """Return whether a section is on. Its key `enabled` decides. Without this key, the section is off if every value is
+    false, null, "auto", zero, empty, or a section that is off."""
     off = (False, None, "auto", "false")
     if "enabled" in section:
         return section["enabled"] not in off and bool(section["enabled"])

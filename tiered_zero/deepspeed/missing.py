@@ -63,7 +63,8 @@ def _remedy(path: str) -> str:
 
 
 def refuse_other_names(module: str = "") -> Callable[[str], Any]:
-    """Return a `__getattr__` that raises MissingNameError, for the file of DeepSpeed's `module` ("": the package)."""
+    """Return a `__getattr__` that raises MissingNameError for names of DeepSpeed's `module`. `module`: its path without
+    "deepspeed."; "" for the package."""
 
     def refuse(name: str) -> Any:
         if name.startswith("__"):

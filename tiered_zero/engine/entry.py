@@ -129,7 +129,7 @@ class StepCounts:
     updates the weights. Used on the driver thread."""
 
     def __init__(self, num_micro_batches: int, *, managed: bool = True) -> None:
-        """`managed`: managed_gradient_accumulation of the config. If False, every `step()` is a boundary."""
+        """`managed`: managed_gradient_accumulation of the config. If False, every `step()` updates the weights."""
         self.num_micro_batches = num_micro_batches
         self._managed = managed
         self.micro_steps = 0
@@ -177,7 +177,7 @@ class StepCounts:
             )
 
     def begin_step(self, num_uses: int) -> bool:
-        """Begin a `step()`, and return whether it is a boundary. `num_uses`: the pager's count of uses."""
+        """Begin a `step()`. Return whether it updates the weights. `num_uses`: the pager's count of uses."""
         used = self.num_backwards and num_uses != self._num_uses  # weights were used after the backward
         self._one_backward_each &= self.num_backwards == 1 and not used  # else no update begins in backward any more
         self.is_accumulating = not self.is_boundary()

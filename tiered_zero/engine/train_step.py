@@ -173,8 +173,8 @@ class TrainStep:
 
     def before_use(self, unit: Unit, pass_name: str) -> None:
         """Record that a forward or backward (`pass_name`) is about to gather `unit`. In backward, also reduce
-        gradients; see [Note: Places of reductions]. Ignore a frozen unit: its use does not mean that backward has
-        passed a trained unit."""
+        gradients; see [Note: Places of reductions]. Do nothing for a frozen unit, because its use does not show whether
+        backward has passed a trained unit."""
         if self._reducer is None or not unit.trainable:
             return
         if pass_name == "backward":
@@ -400,9 +400,9 @@ class TrainStep:
 
     @contextmanager
     def _call(self, phase: Phase) -> Iterator[None]:
-        """Run the block as one call in `phase`. If the block raises, drop the step, and latch the engine if the run
-        cannot continue. (If a forward raises an Exception, only release its units.) Then raise the block's error, or an
-        earlier error that no call has raised yet."""
+        """Run the block as one call of the engine in `phase`. If the block raises, drop the step. (If a forward raises
+        an Exception, only release its units.) If the run cannot continue, make all later calls fail. Then raise the
+        block's error, or its `root_cause` if no call has raised the cause yet."""
         try:
             self.phase.now = phase
             yield
@@ -613,8 +613,8 @@ class TrainStep:
             gradients.discard()
 
     def _latch_ranks(self, what: str, error: BaseException) -> None:
-        """Latch the engine if there are many ranks. Called after the call `what` has raised `error` on this rank,
-        because the other ranks are then in other collectives."""
+        """Make all later calls fail if there are many ranks. Called after the call `what` has raised `error` on this
+        rank: the ranks then no longer run the same collectives."""
         if self._ranks.world_size > 1 and self.failures.error is None:
             self.latch(f"{what} raised {type(error).__name__}, which ends the run on all ranks")
             self._drain()

@@ -23,7 +23,7 @@ class GradientArrivals:
     driver thread, or on autograd's while the driver waits.
 
     In `param.grad` the user's hooks find the sum of this gradient and those of the step's earlier backwards, as in
-    plain PyTorch. If gradients are sharded or already reduced, they find only this gradient. The gradient that the
+    plain PyTorch. If gradients are sharded or already reduced, the hooks find only this gradient. The gradient that the
     hooks leave there is passed to the store at the latest when the next gradient arrives or the backward ends.
 
     `_reducer`: averages gradients over ranks; None on one rank. `_on_unit_complete`: called with a unit when all its
@@ -157,7 +157,7 @@ class GradientArrivals:
 
     def _scale(self, param: nn.Parameter) -> None:
         """Divide a gradient of the user's own `loss.backward()` by `_num_micro_batches`, as DeepSpeed does. Do nothing
-        if the loss comes from `engine.scale`; else fp16 raises ModelError."""
+        if `engine.scale` has scaled the loss. Raises ModelError for an unscaled loss with fp16."""
         if self._is_scaled or not (self._scales_loss or self._num_micro_batches > 1):
             return
         with torch._C.DisableTorchFunctionSubclass():

@@ -68,7 +68,7 @@ class UnitGradients:
     changed on the driver thread or autograd's; the reduce lane sets `norms` and `squares`.
 
     * `flat`: the gradients, 1-D, in the unit's dtype, or in fp32 if micro-batches are summed; padding is zero. Empty if
-      the gradients are on NVMe, in `paged`. `opened` lends them in both cases.
+      the gradients are on NVMe, in `paged`. The method `opened` lends the gradients from either place.
     * `spare`, `paged_spare`: a second flat, if a step's update runs during the next backward.
     * `present`: parameters with a gradient in this step. `arrived`: parameters with a gradient in this backward.
       `earlier`: parameters with a gradient in earlier steps, counted since zero_grad() last set gradients to None.
@@ -154,7 +154,7 @@ class UnitGradients:
         return "device" if self.on_device else "host"
 
     def storages(self) -> set[int]:
-        """Return the identities of the storages of both flats."""
+        """Return the identities of the storages of `flat` and `spare`."""
         return {flat.untyped_storage()._cdata for flat in (self.flat, self.spare) if flat is not None}
 
     @cached_property
@@ -164,7 +164,8 @@ class UnitGradients:
 
     @property
     def holds_sums(self) -> bool:
-        """Whether this rank has fp32 gradients in `waiting`, or in a `flat` that holds the whole unit."""
+        """Whether gradients of the unit on this rank are fp32: in `waiting`, or in `flat` if `flat` holds the whole
+        unit."""
         own = [*([self.flat] if self.shard is None else []), *self.waiting.values()]
         return any(values.dtype == torch.float32 for values in own)
 
@@ -634,8 +635,8 @@ class InFlightGradients:
         self._ledger.correct("device", "gradient_in_flight", 0)
 
     def _wait(self, allowed_nbytes: int) -> None:
-        """Wait for the oldest batches, and free their gradients, until at most `allowed_nbytes` of gradients are not
-        freed."""
+        """Wait for the oldest batches, and free their gradients, until at most `allowed_nbytes` of gradients are
+        left."""
         while self._batches or self._open is not None:
             is_over = self._in_flight_nbytes > allowed_nbytes
             if not self._batches:

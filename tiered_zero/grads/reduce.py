@@ -114,7 +114,8 @@ class GradientReducer:
         self._sources: dict[Unit, Mapping[int, torch.Tensor]] = {}
         """Unit -> parameter index -> this rank's gradient [numel], from which the unit's buckets are filled."""
         self.uses = UnitUses()
-        """Decides when a bucket is reduced if parameters are whole. Its marks must call `pass_mark`."""
+        """Decides when a bucket is reduced if parameters are whole. Pass its method `note` a function that calls
+        `pass_mark`."""
         self.order = UseOrder()
         """Decides when a bucket is reduced if parameters are gathered in backward."""
         parts = [part for bucket in reduction.buckets for part in bucket.parts]
@@ -138,8 +139,8 @@ class GradientReducer:
     # -- in backward ---------------------------------------------------------------------------------------------------
 
     def note_backward(self, unit: Unit) -> None:
-        """Record that a backward begins to use a gathered unit, and reduce the next buckets whose units it has
-        passed."""
+        """Record that a backward begins to use a gathered unit. Reduce the next buckets, up to the first one with a
+        unit that this backward has not passed."""
         self.order.note_backward(unit)
         while self._queue and not any(map(self.order.is_awaited, self._queue[0].units)):
             self._reduce(self._queue.popleft())
@@ -176,7 +177,8 @@ class GradientReducer:
         self.order.begin_backward(unit for unit in self._bucket_order if unit in self._receiving)
 
     def pass_mark(self, mark: UseMark) -> None:
-        """Record that the backward has reached a mark of `uses`, and reduce the next buckets that are complete."""
+        """Record that the backward has reached `mark`, which `UnitUses.note` has set. Then reduce the next complete
+        buckets."""
         self.uses.meet(mark)
         self.reduce_complete()
 
@@ -188,7 +190,7 @@ class GradientReducer:
             self._reduce(self._queue.popleft())
 
     def end_backward(self) -> None:
-        """End a backward: reduce the remaining buckets as they are."""
+        """End a backward: reduce all remaining buckets with the gradients that have arrived."""
         while self._queue:
             self._reduce(self._queue.popleft())
         self.is_open = False
@@ -372,8 +374,8 @@ class GradientReducer:
             self._memory.finish_all()
 
     def _dtype(self, bucket: Bucket) -> torch.dtype:
-        """Return the dtype of the bucket's sums: `Reduction.dtype`, if it is set. Otherwise it is fp32 if any rank has
-        sums of several backwards, else the dtype of the units."""
+        """Return the dtype in which ranks sum the bucket: `Reduction.dtype`, if it is set. Otherwise return fp32 if any
+        rank has added up gradients of several backwards for a unit of the bucket, else the dtype of the units."""
         if self._reduction.dtype is not None:
             return self._reduction.dtype
         own: torch.dtype = bucket.parts[0].unit.dtype
@@ -556,8 +558,8 @@ class UnitUses:
         """Unit -> indices of its parameters that ever had a gradient."""
 
     def note(self, units: Iterable[Unit], inputs: Sequence[Any], on_met: Callable[[UseMark], None]) -> None:
-        """Record that the forward of a module that owns `units` begins, and put a mark on the first of `inputs`, its
-        arguments, that autograd has computed. A backward that reaches the mark calls `on_met`."""
+        """Record that the forward of a module that owns `units` begins. Put a mark on the first tensor in `inputs`, the
+        module's arguments, that autograd has computed. A backward that reaches the mark calls `on_met`."""
         # an input that autograd has computed: hooks of leaves do not run in the order of forward
         marked = next((each for each in inputs if isinstance(each, torch.Tensor) and each.grad_fn is not None), None)
         if marked is not None:
@@ -599,7 +601,8 @@ class UnitUses:
         self._unmarked.clear()
 
     def abort(self) -> None:
-        """Forget all uses and marks. Called when the step is dropped and no backward runs any more."""
+        """Forget all recorded uses of units, and their marks. Called when the step is dropped and no backward runs any
+        more."""
         self._front = NO_MARK
         self._marks.clear()
         self.end_step()
@@ -607,8 +610,8 @@ class UnitUses:
 
 @final
 class UseOrder:
-    """Decides when backward has passed a unit, only from the order in which units are used. Serves parameters that are
-    gathered in backward. Used on the driver thread, or on autograd's while the driver waits.
+    """Decides when backward has passed a unit. The decision depends only on the order in which units are used. Serves
+    parameters that are gathered in backward. Used on the driver thread, or on autograd's while the driver waits.
 
     [Note: Places of reductions] At stage 3 gathers and reductions are collectives of one group, so every rank must call
     them in the same order. All ranks gather units in the same order ([Note: Order of gathers]). But ranks may get
@@ -616,9 +619,10 @@ class UseOrder:
     begins to use a unit of another module, before that unit's gather. Gradients that come later wait for the next
     backward or step().
 
-    A unit is passed once backward has used it as often as forward did, and begins to use a unit of another module,
-    because units of one module take turns. A unit that backward does not use is passed together with a later unit in
-    the order of buckets. The buckets of all other units are reduced at the end of backward."""
+    A unit is passed once backward has used it as often as forward did, and begins to use a unit of another module. A
+    unit of the same module does not count, because units of one module take turns. A unit that backward does not use is
+    passed together with a later unit in the order of buckets. The buckets of all other units are reduced at the end of
+    backward."""
 
     def __init__(self) -> None:
         self._left: Counter[Unit] = Counter()

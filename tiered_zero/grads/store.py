@@ -126,8 +126,8 @@ class GradientStore:
         return unit
 
     def _store(self, gradients: UnitGradients, entry: FlatEntry, source: torch.Tensor) -> None:
-        """Copy or add `source`, a gradient [numel], to its home. Called only if the home holds the whole unit and no
-        averages."""
+        """Copy `source`, a gradient [numel], to its home, or add it to the gradient there. Called only if the home
+        holds the whole unit, and no averages over ranks."""
         index = entry.param.index
         if not gradients.arrived:  # else the unit's first gradient of this backward has waited already
             self.wait_update(gradients.unit)
@@ -181,7 +181,7 @@ class GradientStore:
 
         `source`: [n], complete once `after` is done, and read until the returned transfer is done. `adds`: add `source`
         in fp32 to earlier reductions of this step. `divisor`: divides `source` first, in place. `measures`: also sum
-        the squares of the stored averages, unless a `source` on the device is added."""
+        the squares of the stored averages, except if `adds` is true and `source` is on the device."""
         unit, squares = gradients.unit, gradients.squares
         self.wait_update(unit)
         if adds:
@@ -329,8 +329,7 @@ class GradientStore:
         self._in_flight.clear()
 
     def zero(self) -> None:
-        """Set to 0 all gradients of this step, and those of earlier steps since zero_grad() last set gradients to
-        None."""
+        """Set to 0 the gradient of each parameter that has had one since zero_grad() last set gradients to None."""
         for gradients in self._units.values():
             if gradients.present or gradients.earlier or gradients.num_sums:
                 self.wait_update(gradients.unit)
@@ -338,7 +337,8 @@ class GradientStore:
                 gradients.set_zero()
 
     def reset_zero(self) -> None:
-        """Exclude the gradients of earlier steps from the next `zero`. Called when gradients are set to None."""
+        """Forget which parameters had gradients in earlier steps, so that `zero` ignores these steps. Called when
+        gradients are set to None."""
         for gradients in self._units.values():
             gradients.earlier.clear()
 
@@ -355,8 +355,8 @@ class GradientStore:
         return any(map(_PRESENT, self._units.values()))
 
     def serve(self) -> None:
-        """Make `param.grad` read and assign the gradient at its home. Guarded parameters always do so; parameters in
-        use do so only while `is_shown`."""
+        """Make `param.grad` read and assign the gradient at its home: always for a guarded parameter, and only while
+        `is_shown` for a parameter in use."""
         set_gradient_home(self._places, self)
 
     def show(self) -> None:

@@ -250,7 +250,8 @@ class _Kind:
 @dataclass(kw_only=True)
 class _Part:
     """Parameters that become a unit, alone or joined. `module`: the name of the module whose forward uses them.
-    `block`: the name of the block whose small parts of one kind are joined; None: never joined."""
+    `block`: the name of the block around that module. Small parts of one block and kind are joined. None: never join
+    the part."""
 
     module: str
     block: str | None
@@ -319,8 +320,8 @@ def _cut_parts(root: ModuleSpec, specs: Sequence[ParamSpec], cap: int, rules: Un
 
 
 def _join_small(parts: Iterable[_Part], most_numel: int) -> list[_Part]:
-    """Join small parts of one block and kind into parts of at most `most_numel` elements. A joined part takes the place
-    of its first part."""
+    """Join small parts that have the same block and kind. A joined part has at most `most_numel` elements, and takes
+    the place of its first part."""
     joined: list[_Part] = []
     open_parts: dict[tuple[str, _Kind], _Part] = {}
     for part in parts:
@@ -357,7 +358,8 @@ def _walk(
 
 
 def _block(above: Sequence[ModuleSpec]) -> str | None:
-    """Return the name of the innermost block in `above` (root first) that holds a stack; None without one."""
+    """Return the name of the innermost block in `above` (root first) that contains a stack, such as a list of experts;
+    None if no block does."""
     blocks = [
         module.name
         for outer, module in pairwise(above)

@@ -20,7 +20,7 @@ model would be a single sub-group, and no transfer could run during the update."
 
 QUANTIZED_BLOCK_NUMEL = 32
 """Elements of a block. The 8-bit moments of one block share a scale. In a sub-group every parameter starts a new block,
-in any dtype."""
+whatever its dtype."""
 
 
 SHARED_CORES_SUB_GROUP_NUMEL = 1 << 22
@@ -33,8 +33,8 @@ sub-group costs 0.2 to 0.6 ms between two kernel calls. With AUTO_SUB_GROUP_NUME
 billion parameters."""
 
 LEAST_SUB_GROUPS = 64
-"""If state rests in memory and an accelerator computes, the automatic size makes about this many sub-groups (small
-models get fewer, very large ones more), so that a unit waits for few updates."""
+"""About how many sub-groups the automatic size makes if state rests in memory and an accelerator computes. Small models
+get fewer, very large models more. With so many, a unit waits for a small part of the update."""
 
 MAX_SUB_GROUPS = 1024
 """The most sub-groups of a model with less than a billion elements. A sub_group_size that would make more is increased.
@@ -112,7 +112,7 @@ class Segment:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SubGroup:
     """Segments that the optimizer steps at once. A sub-group equals only itself, so it can be a key. `embedding`:
-    whether it was cut apart for embeddings (see `cut_subgroups`)."""
+    whether `cut_subgroups` made the sub-group for embeddings (with `apart`)."""
 
     index: int
     segments: tuple[Segment, ...]
@@ -168,9 +168,9 @@ def cut_subgroups(
 def pack_params(
     params: Sequence[tuple[ParamSpec, int]], size_numel: int, *, elementwise: bool, first_index: int = 0
 ) -> list[SubGroup]:
-    """Cut separately stored parameters into sub-groups of at most `size_numel` elements; this limit is rounded up to
-    whole pages. `params`: (parameter, index of its param group). `elementwise`: whether a parameter may be cut; if not,
-    a larger one is a sub-group of its own. `first_index`: the index of the first sub-group."""
+    """Cut parameters that belong to no unit into sub-groups of at most `size_numel` elements, rounded up to whole
+    pages. `params`: (parameter, index of its param group). `elementwise`: whether a parameter may be cut; if not, a
+    larger one is a sub-group of its own. `first_index`: the index of the first sub-group."""
     runs = []
     for param, _ in params:
         unit = Unit(

@@ -61,9 +61,9 @@ class OffloadedOptimizer(TierStateOptimizer):
     fp32 parameters and fp32 state, the results are those of the plain optimizer on the CPU, bit for bit. 16-bit
     parameters get fp32 masters on the tier. Your code may write to parameters between steps.
 
-    After a failure in the middle of an update, `step()` and each access to the state raise EngineFailedError. `close()`
-    frees the tiers; so do the end of a `with` block, garbage collection and the end of the process. Use the optimizer
-    from one thread."""
+    After a failure in the middle of an update, `step()` and each access to the state raise EngineFailedError.
+    `close()`, the end of a `with` block, garbage collection and the end of the process free the tiers. Use the
+    optimizer from one thread."""
 
     _end: weakref.finalize[Any, Any]
 
@@ -94,7 +94,8 @@ class OffloadedOptimizer(TierStateOptimizer):
         self._process = OwnProcess("optimizer")
         self._step_start_s = time.perf_counter()
         self._awaited_key: str | None = None
-        """The `StateFiles.key` of the files that `load_state` must read before the next step; None if it need not."""
+        """The `StateFiles.key` of the files that `load_state` must read before the next step; None if no files must be
+        read."""
         self.num_steps = 0
         self.step_report: StepReport | None = None
         """The report of the last step: seconds by cause, bytes by link, peak bytes on each tier."""

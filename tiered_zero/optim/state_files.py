@@ -171,7 +171,7 @@ class StateFiles(Mapping[nn.Parameter, ParamState]):
         return len(self._number)
 
     def _tensor(self, name: str) -> Tensor:
-        """Read the tensor `name`. Raises CorruptionError if its `_text` differs from that in the index."""
+        """Read the tensor `name`. Raises CorruptionError if its dtype, shape or checksum differs from the index."""
         path, file = self._files[name]
         tensor: Tensor = file.get_tensor(name)
         if (found := _text(tensor, _digest(tensor))) != self._texts[name]:

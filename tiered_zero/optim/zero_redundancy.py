@@ -184,8 +184,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._consolidated = dict(sorted(found.items()))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all parameters in torch's format, as of the last `consolidate_state_dict`. A single rank
-        need not call that. Raises RuntimeError if this rank has only its own part of the state."""
+        """Return the state of all parameters in torch's format, as of the last `consolidate_state_dict`. With one rank,
+        that call is not needed. Raises RuntimeError if this rank has only its own part of the state."""
         if self.world_size == 1:
             self.consolidate_state_dict()
         elif self._consolidated is None and self.optim.state:

@@ -10,8 +10,8 @@ from tiered_zero.sizes import GIB, MIB, PAGE_NBYTES, align_up
 
 DEFAULT_NVME_NBYTES = 16 * GIB
 DEFAULT_HOST_SHARE = 4
-"""The budgets for activations if the config sets no limit: DEFAULT_NVME_NBYTES on nvme, and in host memory a quarter
-(DEFAULT_HOST_SHARE) of the bytes that the rest of the plan leaves free."""
+"""The default budgets for activations. On nvme: DEFAULT_NVME_NBYTES. In host memory: the bytes that the rest of the
+plan leaves free, divided by DEFAULT_HOST_SHARE."""
 
 IN_FLIGHT_SHARE = 16
 MIN_IN_FLIGHT_NBYTES, MAX_IN_FLIGHT_NBYTES = 16 * MIB, GIB

@@ -88,9 +88,9 @@ def place(
     """Choose the tiers of parameters and gradients. Limits are checked later, when the plan is complete.
 
     A unit's gradients rest on the device if all the unit's state is there. Otherwise they rest in host memory, up to
-    `host_gradients_nbytes`, then on nvme. If a part of the state is on the device, they never rest on nvme.
-    `state_tiers`: the tier of each sub-group's state. `delayed`: whether gradients are held twice, for the delayed
-    update.
+    `host_gradients_nbytes`, then on nvme. If a part of the unit's state is on the device, its gradients never rest on
+    nvme. `state_tiers`: the tier of each sub-group's state. `delayed`: whether gradients are held twice, for the
+    delayed update.
     """
     state = _state_by_unit(subgroups, state_tiers)
     slowest, param_room = request.param_tier, request.config.zero_optimization.offload_param.max_in_cpu

@@ -19,8 +19,8 @@ buffers of this size the disk reaches its full rate."""
 
 NUM_PARAM_STAGING = 4
 AUTO_STATE_STAGING_NBYTES = 168 * MIB
-"""The staging buffers of state together have about this size or more (less for a small model), if the config does not
-give their number. This keeps the disk busy during a long update or wait."""
+"""The least total size of the staging buffers for state, rounded down to whole buffers, if the config does not give
+their number. A small model needs less. This size keeps the disk busy during a long update or wait."""
 
 NUM_GRADIENT_STAGING = 2
 """The number of staging buffers for gradients if an accelerator computes: one is filled while the other is added up."""

@@ -27,8 +27,8 @@ from tiered_zero.sizes import TIERS
 
 MODEL_SHARE: Final = {"cpu": 0.45}
 OTHER_SHARE: Final = 0.75
-"""The rate of a whole forward, divided by the rate of its matrix products. Predictions use this share if the rate of
-all other work was not measured. MODEL_SHARE gives it by device, OTHER_SHARE for all other devices."""
+"""The rate of a whole forward, divided by the rate of its matrix products: MODEL_SHARE by device, OTHER_SHARE for
+devices not listed there. Predictions use this share if the rate of all other work was not measured."""
 
 PYTHON_S_PER_TENSOR: Final = 1.5e-4
 """Seconds that hooks and autograd take for each trained tensor and micro-batch, if the CPU computes."""
@@ -38,7 +38,7 @@ OVERLAP_S_PER_TENSOR: Final = 3.7e-4
 thread."""
 
 PYTHON_S_PER_SUB_GROUP: Final = 7e-4
-"""Seconds between two calls of the update's kernel, for each sub-group."""
+"""Seconds of Python code between calls of the update's kernel, for each sub-group."""
 
 WEIGHT_PASSES: Final = 8
 """How often forward and backward together read the weights if the CPU computes. The reads run at the rate of copies,
@@ -66,7 +66,7 @@ Seconds = Mapping[str, float]
 """Resource -> the seconds for which work keeps it busy."""
 
 _Stages = tuple[Seconds, ...]
-"""A unit's work in a phase: one item for each stage."""
+"""A unit's work in one phase: an item for each stage, such as fetch, then compute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class StepSeconds:
-    """The prediction for one step."""
+    """The predicted seconds of one step, and the predicted bytes that the step writes to nvme."""
 
     seconds: float
     by_resource: Mapping[str, float]  # resource -> busy seconds

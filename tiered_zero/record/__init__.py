@@ -1,8 +1,8 @@
 """Store named records (regions of bytes) in a few large preallocated files, in swap directories.
 
 Promise. A read returns the bytes last written, or raises an error that names record, path and offset. Disk space is
-reserved when a run starts, so a full disk is an error there. `SwapStore.commit` is all or nothing under kill -9 and
-power loss: bytes of the last commit are not overwritten until the next one is durable.
+reserved when a run starts, so a full disk is an error at the start. `SwapStore.commit` is all or nothing under kill -9
+and power loss: bytes of the last commit are not overwritten until the next one is durable.
 
 Owner. One process owns a `SwapDir`: it holds a flock on `owner.json` in each directory. One thread drives a
 `SwapStore`; any thread may wait for transfers.

@@ -174,7 +174,8 @@ def hashed(pieces: Iterable[Range], memory: memoryview, start: int) -> list[Rang
 
 
 def is_same(kept: Sequence[Range], memory: memoryview, start: int) -> bool:
-    """Return whether a write of `memory` at byte `start` would give the stored ranges `kept` (bounds and checksums)."""
+    """Return whether writing `memory` at byte `start` would leave the bounds and checksums of the ranges `kept` as they
+    are."""
     pieces = cut(Range(start, start + len(memory), 0, None))
     return [item[:2] for item in kept] == [piece[:2] for piece in pieces] and not any(mismatches(kept, memory, start))
 

@@ -61,8 +61,8 @@ ever."""
 class SwapStore:
     """Stores named records on NVMe. One thread drives the store; any thread may wait for its transfers.
 
-    A request is refused if it overlaps another request in flight for the same record. Only two reads may overlap. A
-    failed transfer or sync latches the store: every later call raises."""
+    A request is refused if it overlaps another request in flight for the same record, unless both are reads. A failed
+    transfer or sync latches the store: every later call raises."""
 
     def __init__(
         self,

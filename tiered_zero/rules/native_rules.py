@@ -203,7 +203,8 @@ class NativeRule(UpdateRule):
                 self._update_by_torch(group)
 
     def kind_of(self, run: Run) -> Hashable:
-        """Return a key of the run. Runs with equal keys have equal factors, so the kernel steps them together."""
+        """Return a key for grouping runs. Runs with equal keys have the same options, step count, gradient scale and
+        dtypes, and are stepped together."""
         dtypes = run.master.dtype, run.grad.dtype, None if run.out is None else run.out.dtype
         return id(run.hyper), self._phase(run.scalars), run.grad_scale, run.master.is_cpu, run.grad.is_cpu, dtypes
 
@@ -266,8 +267,8 @@ class NativeRule(UpdateRule):
         return _Batch(runs=runs, table=table, hyper=hyper, scalars=self._next_scalars(values, first.scalars))
 
     def _update_by_torch(self, runs: Sequence[Run]) -> None:
-        """Let torch's own code step runs with the same `kind_of`. If masters or state are not fp32, step fp32
-        copies."""
+        """Step `runs` with torch's own code instead of the kernel. All runs have the same `kind_of`. If masters or
+        state are not fp32, step fp32 copies."""
         first = runs[0]
         hyper = self._completed(first.hyper)
         self.refuse_unplanned(self._array_names(hyper), first.state)

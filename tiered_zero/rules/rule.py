@@ -19,8 +19,8 @@ from tiered_zero.sizes import align_up
 
 _CPU_CHUNK_NUMEL = 1 << 17
 _DEVICE_CHUNK_NUMEL = 1 << 22
-"""Limits of temporary memory: the most elements in one batch of `batches`, on the CPU (by default) and on an
-accelerator."""
+"""The most elements in one batch of `batches` on an accelerator. On the CPU the default is _CPU_CHUNK_NUMEL. Both bound
+temporary memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +67,8 @@ class UpdateRule(ABC):
 
     name: str
     elementwise: bool
-    """Whether element i of each output depends only on element i of the inputs (8-bit state: on its block). Runs may
-    then be cut anywhere (between blocks)."""
+    """Whether element i of each output depends only on element i of the inputs. Runs may then be cut anywhere. With
+    8-bit state, element i depends on its whole block, and runs may be cut only between blocks."""
 
     unsigned_field: str | None = None
     """The name of a state array without negative values; None: the rule has none. The sign bits of this array may store

@@ -46,7 +46,8 @@ _OFF_THE_DEVICE = "set offload_param.device to cpu or nvme, or offload_optimizer
 
 
 def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split fp32 masters into bf16 parameters, int16 remainders and bool marks, each of the same shape."""
+    """Split fp32 masters into bf16 parameters, int16 remainders and bool marks, each of the same shape. A mark is true
+    if the master lay halfway between two bf16 values and was rounded toward 0."""
     bits = torch.where(master.isnan(), _NAN, master.view(torch.int32))
     return bits.view(torch.float32).to(torch.bfloat16), bits.to(torch.int16), (bits & 0x1FFFF) == 0x8000
 
@@ -308,7 +309,8 @@ class StateLayout:
         return [raw[start : start + nbytes].view(dtype) for start, nbytes, dtype in self.master_spans(segment)]
 
     def marks(self, raw: torch.Tensor) -> torch.Tensor | None:
-        """Return the state array, [numel], with RemainderMasters' marks in its signs; None for other formats."""
+        """Return the state array, [numel], whose signs hold the marks of RemainderMasters; None for another master
+        format."""
         return _view(raw, self.arrays[0]) if len(self.masters.dtypes) > 1 else None
 
     def views(self, raw: torch.Tensor) -> dict[int, torch.Tensor]:

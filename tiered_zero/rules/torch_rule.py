@@ -263,12 +263,12 @@ _Constructor = Callable[[list[Any]], Optimizer]
 
 
 class TorchRule(UpdateRule):
-    """Steps with the code of an optimizer's class. Results have the bits that the optimizer gives with whole fp32
+    """Steps with the code of an optimizer's class. Results equal, bit for bit, those of the optimizer with whole fp32
     parameters and gradients.
 
     A class in ELEMENTWISE gets runs of shape [n], cut anywhere, unless `fused` is set. Any other class gets whole
-    parameters, one at a time, and must update each independently of the others. Arrays of the state are in `Run.state`,
-    all other state is in `Run.scalars`."""
+    parameters, one at a time, and must update each independently of the others. `Run.state` holds the arrays of the
+    state, and `Run.scalars` all other state."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         """Make the rule for `optimizer`, which is neither changed nor stepped. Raises ModelError as `refuse_class`

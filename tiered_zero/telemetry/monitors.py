@@ -17,7 +17,7 @@ logger = logging.getLogger("tiered_zero")
 Write = Callable[[str, float, int], object]
 """A function that writes one number. Its arguments: name, number, samples trained so far."""
 Open = Callable[[ExitStack], Write]
-"""A function that opens a writer and returns its Write. It registers the writer's closing on the given stack."""
+"""A function that opens a writer and returns the writer's `Write` function. The given ExitStack closes the writer."""
 
 
 def csv_in(folder: Path) -> Open:
@@ -54,7 +54,7 @@ def tensorboard_in(folder: Path) -> Open:
 
 
 def wandb_of(**names: str | None) -> Open:
-    """Return an Open that writes to Weights & Biases. `names`: arguments for `wandb.init`."""
+    """Return an `Open` function for a writer to Weights & Biases. `names`: arguments for `wandb.init`."""
 
     def open_run(end: ExitStack) -> Write:
         import wandb
@@ -69,8 +69,9 @@ def wandb_of(**names: str | None) -> Open:
 class Monitors:
     """Writes the numbers of each step's report to the chosen monitors. A writer that fails is dropped with a warning.
 
-    `chosen`: section of the config -> its Open. `groups`: the param groups in use. `batch_size`: the samples in one
-    step. Raises ConfigError if a writer cannot be opened. A missing package only gives a warning.
+    `chosen`: name of a monitor's section in the config -> the function that opens its writer. `groups`: the param
+    groups in use. `batch_size`: the samples in one step. Raises ConfigError if a writer cannot be opened. A missing
+    package only gives a warning.
     """
 
     def __init__(self, chosen: Mapping[str, Open], groups: Sequence[Mapping[str, Any]], batch_size: int) -> None:

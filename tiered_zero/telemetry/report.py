@@ -67,7 +67,7 @@ class StepReport(JsonRecord):
     start_s: float = 0.0
     """Seconds that placing the model's values on their tiers took; 0 after the first step."""
     seconds: dict[str, float]
-    """Cause -> seconds."""
+    """Cause (see CAUSES) -> the step's seconds."""
     loss: float | None = None
     """The mean over the micro-batches, unscaled; None if unknown."""
     tokens: int = 0
@@ -200,7 +200,8 @@ def bottleneck(busy_s: Mapping[str, float], wall_s: float) -> str:
 
 
 def overlap_fraction(busy_s: Mapping[str, float], wall_s: float) -> float:
-    """Return the overlap of a step: see [Note: The facts of a step]."""
+    """Return the overlap of a step: 1 if it took as long as its busiest lane, 0 if it took the sum of all busy
+    seconds."""
     total, longest = sum(busy_s.values()), max(busy_s.values(), default=0.0)
     if total <= longest:
         return 0.0
@@ -253,8 +254,8 @@ class RunReport(JsonRecord):
         return f"{self.steps:,} step{'s' * (self.steps != 1)}{skipped}"
 
     def prediction_rows(self) -> list[tuple[str, float, float]]:
-        """Return rows (name, predicted seconds, measured seconds): first "step", then each lane. There are none without
-        a prediction for steps with this number of tokens."""
+        """Return rows (name, predicted seconds, measured seconds): first "step", then each lane. Return an empty list
+        if no prediction was made for steps with this number of tokens."""
         if not self.steps or self.predicted.get("tokens") != self.tokens / self.steps:
             return []
         measured = {"step": self.step_s, **self.busy_s}

@@ -207,7 +207,8 @@ def read_run(path: str | os.PathLike[str]) -> RunRecord:
 
 _PROCESS = 1
 _ROWS_A_LANE = 1000
-"""Number of thread ids that a trace reserves for the rows of one lane. A lane has fewer requests in flight."""
+"""Number of thread ids that a trace reserves for the rows of one lane. A lane needs fewer rows, because it has fewer
+requests in flight."""
 
 
 class RowLayout:
@@ -218,8 +219,8 @@ class RowLayout:
         self._rows: dict[str, list[_Row]] = {name: [] for name in (*LANES, *WAIT_CAUSES)}
 
     def place(self, span: Span) -> tuple[str, int]:
-        """Assign a span to a row. Return its lane or wait, and the row's index there. Call this in the order of
-        `by_start`."""
+        """Assign a span to a row. Return the name of the span's lane or wait, and the row's index within it. Call this
+        in the order of `by_start`."""
         name = span.kind if is_wait(span.kind) else span.lane
         rows = self._rows.setdefault(name, [])
         for index, row in enumerate(rows):

@@ -25,7 +25,7 @@ DRIVER_LANE = "compute"
 """The lane of the thread that runs the step."""
 
 SAVE_LANE = "save"
-"""The lane of checkpoint saves on the thread that runs the step."""
+"""The lane for the time that checkpoint saves take on the thread that runs the step."""
 
 _DRIVER_LANES = (DRIVER_LANE, SAVE_LANE)
 
@@ -53,7 +53,8 @@ class Span:
 @dataclass(frozen=True, kw_only=True)
 class Totals:
     """Sums over an interval, usually one step. See [Note: Lanes and kinds]. `causes`: kind -> seconds of the driver's
-    spans, without inner spans. `nbytes`: lane -> bytes moved. `busy_s`: lane -> seconds in which the lane worked."""
+    spans, not counting the spans inside each. `nbytes`: lane -> bytes moved. `busy_s`: lane -> seconds in which the
+    lane worked."""
 
     causes: dict[str, float] = field(default_factory=dict)
     nbytes: dict[str, int] = field(default_factory=dict)

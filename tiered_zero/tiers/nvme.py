@@ -84,7 +84,7 @@ class NvmeTier(Tier):
         self._num_charged: dict[Slot, int] = {}
         """Slot -> the number of its places on disk that the ledger counts."""
         self._deferred = 0
-        """The number of fetches under way with `is_deferred`."""
+        """The number of fetches under way whose staging buffers are leased later, by their job on the fetch lane."""
         self._lock = threading.Lock()
 
     def reserve(self, name: str, nbytes: int, kind: str, *, num_durable: int = 0) -> Slot:
@@ -145,8 +145,8 @@ class NvmeTier(Tier):
             raise
 
     def _copier(self, compute: Transfer, in_place: bool) -> StartCopy:
-        """Return a function that starts a copy to the device. `in_place`: whether the function itself copies, before it
-        returns. Otherwise a lane copies after `compute`."""
+        """Return a function that starts a copy to the device. `in_place`: whether the function copies before it
+        returns. If not, a lane copies once `compute` is done."""
         copy = self._accelerator.copy
 
         def copy_at_once(target: torch.Tensor, source: torch.Tensor) -> Transfer:
@@ -160,7 +160,7 @@ class NvmeTier(Tier):
 
     def _cut(self, fetch: _Fetch, spans: Sequence[tuple[int, int]], takes_buffers: bool = False) -> None:
         """Cut `spans`, ranges of bytes (from, to), into chunks of the fetch. Start to read each chunk into
-        `fetch.pages`, or, if `takes_buffers`, into a free staging buffer. Chunks without such memory are read later."""
+        `fetch.pages`, or, if `takes_buffers`, into a free staging buffer. Other chunks are read later, by `_land`."""
         pages, record = fetch.pages, fetch.record
         most = self._staging.buffer_nbytes if pages is None else fetch.target.numel()
         for start, end in ((at, min(at + most, stop)) for begin, stop in spans for at in range(begin, stop, most)):

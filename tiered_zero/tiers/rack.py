@@ -102,7 +102,8 @@ class TierRack:
             pool.reclaim()
 
     def tier(self, name: str, kind: str) -> Tier:
-        """Return the tier called `name`. `kind`: the kind of bytes, which is the nvme tier's key in `nvme`."""
+        """Return the tier called `name`. `kind`: the kind of bytes, such as "param"; selects one of the tiers in
+        `nvme`."""
         in_memory: dict[str, Tier] = {"device": self.device, "host": self.host}
         return in_memory.get(name) or self.nvme[kind]
 

@@ -5,9 +5,9 @@ windows, so memory does not grow with the model. If all are taken, the oldest wi
 its unit gets more gradients later, the earlier ones are read back.
 
 The update copies gradients from windows, and reads gradients without a window from NVMe. An update that starts in
-backward can keep a unit's window until the update has read it. Backward then waits for the update, not for a write. But
-an update that waits for gradients frees no window, and these gradients may need one. So, while an update waits, kept
-windows are written too.
+backward can keep a unit's window until the update has read it. If backward needs a window, it then waits for the
+update, not for a write. But an update that itself waits for gradients frees no window, and these gradients may need
+one. So, while an update waits for gradients, kept windows are written to NVMe and freed too.
 
 Gradients are written in the parts that the update reads, so each part has its own checksums."""
 
@@ -240,7 +240,7 @@ class FlatWindows:
             return flat.home.tier.read(flat.home.slot, out, offset) if flat.is_stored else None
 
     def keep(self, flat: PagedFlat) -> None:
-        """Keep the flat's window, if there is one, for an update that will read it."""
+        """Mark the flat's window, if it has one, as kept for an update that will read this window."""
         with self._changed:
             flat.is_kept = flat.lease is not None
 
@@ -331,9 +331,9 @@ class FlatWindows:
             wait_quietly(oldest[1])
 
     def _next_write(self) -> tuple[PagedFlat, Transfer] | None:
-        """Choose the window to free next and start to write it. Return the window's flat and the write. If copies to
-        the window are under way, return their transfer instead. Return None if all windows are in use, or if an update
-        will free one. Called under the lock."""
+        """Choose the window to free next, and start to write its gradients to NVMe. Return the window's flat, and the
+        transfer to wait for: the write, or copies to the window that are still under way. Return None if all windows
+        are in use, or if an update will free one. Called under the lock."""
         for flat in self._open:
             if flat.writing is not None:
                 return flat, flat.writing

@@ -59,8 +59,8 @@ class Schedule:
         self.expected: dict[PagedUnit, int] = {}
         """Unit -> the number of its expected uses. Has no key for a unit without expected uses."""
         self._counted: set[PagedUnit] = set()
-        """The expected units whose elements `expected_numel` counts. A unit that was `current` in `expect_next` when it
-        became expected is not counted."""
+        """The units that `expect_next` has yielded and that still have expected uses. `expected_numel` counts their
+        elements."""
         self.expected_numel = 0
         """The total number of elements of the expected units that are in `_counted`."""
 
@@ -296,7 +296,8 @@ class UnitCache:
         return True
 
     def _may_prefetch(self, paged: PagedUnit) -> bool:
-        """Return whether the unit may be prefetched: not while its update, begun in backward, may still run."""
+        """Return whether the unit may be prefetched. If its update began in backward: False until the update ends, or
+        with several ranks until step()."""
         if paged.weights is not WeightState.UPDATING:
             return True
         # A fetch would wait for the update, and the update for gradients. To compute these, backward may need a later
@@ -309,8 +310,8 @@ class UnitCache:
     # -- evict -----------------------------------------------------------------------------------------------------
 
     def retire(self, paged: PagedUnit) -> None:
-        """Guard the unit, if it is paged and has no users. Keep it on the device only if there is room and its next use
-        is predicted within `PagerLimits.reuse_numel` elements; else evict it."""
+        """Guard the unit, if it is paged and has no users. Then evict the unit, unless the device has room for it and
+        at most `PagerLimits.reuse_numel` elements are predicted to be used before its next use."""
         if paged.num_users or paged.state is not UnitState.IN_USE or paged.is_resident:
             return
         self.guard(paged)

@@ -45,8 +45,8 @@ class CallPhase:
         self.step_follows = False
         """Whether the engine's running (or last) backward belongs to the last micro-batch of a step."""
         self.records = True
-        """Whether grad mode was on when the outermost forward began. Inside this forward, a reentrant checkpoint turns
-        grad mode off."""
+        """Whether grad mode was on when the outermost forward began. A reentrant checkpoint turns grad mode off inside
+        this forward, so `torch.is_grad_enabled()` alone is not enough."""
         self.task: int | None = None
         """The id of autograd's graph task for the last backward that the engine has noticed; None before the first."""
 
@@ -114,8 +114,8 @@ class DriverThread:
                 self._inside = None
 
     def begin_backward(self) -> None:
-        """Reserve the engine for the thread that has called the running backward without the engine. The reservation
-        ends at `end_backward`, or when that backward ends. Raises ModelError if another thread is inside."""
+        """Reserve the engine for the thread that has called the running `loss.backward()`. The reservation ends at
+        `end_backward`, or when that backward ends. Raises ModelError if another thread is inside the engine."""
         with self._lock:
             self.check(BACKWARD)
             self._in_backward = _thread_in_backward()
@@ -129,8 +129,9 @@ class DriverThread:
             raise _refusal(call, other)
 
     def other(self) -> threading.Thread | None:
-        """Return the other thread that is inside; None if this thread is admitted. Autograd's threads are admitted if
-        they work for the thread inside."""
+        """Return the thread that keeps this thread out of the engine; None if this thread is admitted. That thread is
+        in a call of the engine, or has reserved the engine. Autograd's threads are admitted if they work for that
+        thread."""
         thread = threading.current_thread()
         with self._lock:
             inside = self._inside
@@ -174,7 +175,8 @@ def _refusal(call: str, inside: threading.Thread) -> ModelError:
 
 
 def _works_for(inside: threading.Thread) -> bool:
-    """Return whether this thread belongs to autograd and runs a backward, and the thread `inside` waits for one."""
+    """Return whether this thread belongs to autograd and runs a backward, while the thread `inside` waits for a
+    backward."""
     return torch._C._current_graph_task_id() != -1 and _is_autograds() and _waits_in_backward(inside)
 
 

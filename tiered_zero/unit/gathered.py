@@ -144,9 +144,9 @@ def _write_back(pager: Pager, paged: PagedUnit, old: torch.Tensor | None, modifi
 
 @runs_outside_modes
 def _drop_change(paged: PagedUnit) -> str | None:
-    """Return the name of a parameter of `paged` whose change by user code was not written back. Return None if there is
-    none, or if the unit has other users. After a change, mark the unit as stale, unless it is resident. Its next use
-    then fetches it from its home."""
+    """Find a parameter of `paged` that user code has changed without a write-back. Return its name; None if there is
+    none, or if the unit has other users. After a change, mark the unit as stale, unless it is resident. The unit's next
+    use then fetches it from its home."""
     if paged.num_users > 1 + paged.is_resident:  # an outer block searches at its own end
         return None
     if (changed := paged.storage.end_change()) is not None:

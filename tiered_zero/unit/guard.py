@@ -71,7 +71,7 @@ def set_handler(param: nn.Parameter, handler: FaultHandler) -> None:
 
 
 def release_param(param: nn.Parameter, own: type[nn.Parameter]) -> None:
-    """Make the parameter a plain one of its `own` class again, without a handler."""
+    """Make the parameter plain again: set its class to `own`, and remove its handler."""
     param.__class__ = own
     _handlers.pop(param, None)  # type: ignore[no-untyped-call]
 
@@ -192,7 +192,7 @@ def _index(tensor: torch.Tensor, index: Any) -> torch.Tensor:
 
 
 def _detach(param: nn.Parameter) -> torch.Tensor:
-    """Detach a parameter in use, with a shared version counter. While a state_dict is taken, return a copy instead."""
+    """Return `param.detach()` for a parameter in use. While a state_dict is taken, return a copy on the CPU instead."""
     if not torch.compiler.is_compiling() and (handler := handler_of(param)) is not None:
         if (copy := handler.copy_of(param)) is not None:
             return copy
@@ -309,8 +309,8 @@ def keyed(plain: torch.Tensor) -> torch.Tensor:
 
 @final
 class without_key(torch._C._ExcludeDispatchKeyGuard):
-    """A context in which operators on offloaded parameters run torch's own kernels. Only for calls that need no
-    bytes."""
+    """A context in which operators on offloaded parameters run torch's own kernels. Only for calls that do not read the
+    parameters' bytes."""
 
     def __init__(self) -> None:
         super().__init__(_KEYS)
@@ -420,7 +420,7 @@ class OffloadedParameter(nn.Parameter):
 
     def _plain_copy(self, function: str) -> nn.Parameter | None:
         """Return a copy of the parameter on the CPU. While modules or a backward run, fetch the parameter instead and
-        return None. The caller then makes the copy with the method of the parameter's class in use."""
+        return None. The caller then copies the fetched parameter with the method of the parameter's new class."""
         handler = require_handler(self)
         if (value := handler.idle_copy(self)) is not None:
             return nn.Parameter(value, self.requires_grad)
@@ -456,8 +456,8 @@ def _is_metadata(func: Callable[..., Any]) -> bool:
 
 
 def _fault_in(param: nn.Parameter, used: Sequence[nn.Parameter], function: str) -> None:
-    """Fetch the unit of `param`, and the units of parameters in `used` of the same engine. All are arguments of
-    `function`."""
+    """Fetch the unit of `param`, and the units of parameters in `used` that have the same engine. `function`: the name
+    of the function that gets these parameters, for errors."""
     handler = require_handler(param)
     handler.fault_in([param, *(other for other in used if handler_of(other) is handler)], function)
 

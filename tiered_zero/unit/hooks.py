@@ -139,7 +139,7 @@ class ModuleHooks:
         self._layers_4bit.clear()
 
     def _before_direct(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Open a frame if the user calls the module directly. [Note: Frames of modules]"""
+        """Begin a forward pass if the user calls the module directly. [Note: Frames of modules]"""
         pager = self._events.pager
         if not torch.compiler.is_compiling() and not pager.is_running() and pager.is_called_directly():
             self._events.pre_forward((), module, args, kwargs)

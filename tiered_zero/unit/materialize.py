@@ -72,7 +72,8 @@ class Materializer:
         self._specs = specs
 
     def fill_buffers(self) -> None:
-        """Fill the meta buffers of modules without meta parameters. Raises ModelError if a buffer gets no values."""
+        """Give memory and values to the meta buffers of modules without meta parameters. Raises ModelError if a buffer
+        gets no values."""
         for path, module in self._model.named_modules():
             has_meta_buffer = any(buffer.is_meta for buffer in module.buffers(recurse=False))
             if has_meta_buffer and not any(param.is_meta for param in module.parameters(recurse=False)):

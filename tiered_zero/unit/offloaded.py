@@ -43,8 +43,8 @@ class OffloadedParams:
         """`on_change(unit, flat, old)`: updates the masters after user code has changed parameters. `flat`: the new
         values, [P] on the CPU. `old`: the values before the change; None for a frozen unit, or if `cuts` is None.
 
-        `cuts(unit)`: returns the first element of each part of the unit that the update reads. `cuts` is None if the
-        update reads no parameters."""
+        `cuts(unit)`: returns the index of the first element of each part of the unit that the update reads. `cuts` is
+        None if the update reads no parameters."""
         self._inventory, self._staging = inventory, staging
         self._accelerator, self._ranks = runtime.accelerator, runtime.collectives
         self._on_change, self._cuts = on_change, cuts
@@ -58,8 +58,8 @@ class OffloadedParams:
         return flat
 
     def read_own(self, unit: Unit) -> torch.Tensor:
-        """Return this rank's values at a unit's home: [P] of its dtype, on the CPU. Elements of other ranks are
-        undefined."""
+        """Return this rank's values at a unit's home as a flat of the whole unit, on the CPU. Elements of other ranks
+        are undefined."""
         own, elements = self._read_home(unit), self._inventory.home(unit, "param").elements(unit)
         if own.numel() == unit.numel:
             return own

@@ -35,7 +35,7 @@ class Frame:
     thread: int
     pass_name: str = ""
     held: list[PagedUnit] = field(default_factory=list)
-    """Units that stay in use until the module ends. `pass_name` is the pass that uses them."""
+    """Units that the pass `pass_name` uses. They stay in use until the module ends."""
     faulted: list[PagedUnit] = field(default_factory=list)
     """Units that were fetched because the module called a function with their parameters. They may be evicted before
     the module ends."""
@@ -418,8 +418,8 @@ class Pager:
         self.end_update()
 
     def block_for_update(self) -> None:
-        """Guard or evict every trainable unit, so that its next use waits for its own update. Called in step(). Only
-        unblock units whose update began in backward: they are guarded or evicted already."""
+        """Guard or evict every trainable unit, so that its next use waits for its own update. Called in step(). Units
+        whose update began in backward are guarded or evicted already, and are only unblocked."""
         begun = {paged for paged in self.units if paged.weights is WeightState.UPDATING}
         self.unblock()
         for paged in self.units:

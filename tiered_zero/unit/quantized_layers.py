@@ -31,8 +31,8 @@ def is_4bit(module: nn.Module) -> bool:
 
 
 def statistics(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Make parameters of the scales of a layer quantized to 4 bits. Return them by bitsandbytes' names; return {} for
-    another module."""
+    """Turn the scales of a layer quantized to 4 bits into parameters. Return bitsandbytes' name -> parameter; return {}
+    for another module."""
     if not is_4bit(module):
         return {}
     weight: Any = module.weight

@@ -101,9 +101,9 @@ class SavedViews:
         fault_in_saved: Callable[[Unit, int | None], FlatStorage],
         mover: TensorMover | None = None,
     ) -> None:
-        """`fault_in_saved(unit, version)`: fetches a unit for the running backward and returns its storage.
-        `mover`: gets saved tensors that are no views of a unit, unless other hooks are set; None: they stay on the
-        device."""
+        """`fault_in_saved(unit, version)`: fetches a unit for the running backward and returns its storage. `mover`:
+        gets saved tensors that are not views of a unit, unless other saved-tensor hooks are set. None: these tensors
+        stay on the device."""
         self._units = units
         self._fault_in_saved = fault_in_saved
         self._mover = mover
@@ -171,7 +171,8 @@ class SavedViews:
 
     @runs_outside_modes
     def pack(self, tensor: torch.Tensor) -> SavedTensor | SavedView | SavedWrapper:
-        """Save a view of a unit's flat by name, and any other tensor with its version counter."""
+        """Return what autograd saves for `tensor`: unit and position if it is a view of a unit's flat; else the tensor
+        and its version."""
         inner = tensor
         while torch._C._functorch.is_functorch_wrapped_tensor(inner):
             inner = torch._C._functorch.get_unwrapped(inner)
@@ -336,7 +337,7 @@ def changed_weights(unit_name: str) -> ModelError:
 
 
 def moves_saved_tensors() -> bool:
-    """Return whether the mover of an engine gets the tensors that autograd saves at present."""
+    """Return whether the tensors that autograd saves now go to an engine's mover."""
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return top is not None and getattr(top[0], "__func__", None) is SavedViews.pack_and_move
 

@@ -145,8 +145,8 @@ class FlatStorage:
 
     def count_references(self, is_recomputed: bool) -> None:
         """Store the number of references to each frozen parameter, for `is_viewed`. `is_recomputed`: whether the module
-        runs again in backward; if so, keep a stored number that is smaller. [Note: Frozen parameters that autograd
-        holds]"""
+        runs again in backward. If so, keep the smaller of the stored and the new number. [Note: Frozen parameters that
+        autograd holds]"""
         if not self.unit.trainable:
             found = self._count_references()
             self._num_references = list(map(min, found, self._num_references)) if is_recomputed else found
@@ -198,7 +198,8 @@ class FlatStorage:
             self._watched = {index: self._words(index).clone() for index in self._watched}
 
     def watch_values(self, index: int) -> None:
-        """Copy the values of parameter number `index` before user code gets its memory, for `end_change`."""
+        """Copy the values of parameter number `index`, before user code gets the parameter's memory. `end_change`
+        compares the values with this copy."""
         if index not in self._watched:
             self._watched[index] = self._words(index).clone()
 
@@ -460,8 +461,8 @@ class PagedUnit:
         self.version += 1
 
     def _change(self, state: UnitState, weights: WeightState | None = None) -> None:
-        """Enter `state`, and `weights` if given. Guard or unguard the parameters to match. Raises InternalError, with
-        nothing changed, if LEGAL_CHANGES does not contain the change."""
+        """Set the unit's `state`, and its `weights` if given. Guard or unguard the parameters to match. If
+        LEGAL_CHANGES does not contain the change, change nothing and raise InternalError."""
         before = self.state, self.weights
         after = state, before[1] if weights is None else weights
         if (before, after) not in LEGAL_CHANGES:

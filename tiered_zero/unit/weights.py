@@ -320,8 +320,8 @@ class WeightFiles:
 
 
 def _is_float(dtype: torch.dtype) -> bool:
-    """Return whether this is a float dtype of 16 bits or more. Its values can be rounded to another float dtype; float8
-    values need scales."""
+    """Return whether `dtype` is a float dtype of 16 bits or more. Values of such a dtype can be rounded to another one.
+    This does not hold for float8 values, because they need scales."""
     return dtype.is_floating_point and dtype.itemsize > 1
 
 

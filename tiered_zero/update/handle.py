@@ -207,8 +207,8 @@ class TierStateOptimizer(Optimizer):
         return self._state_access().read(param).get(param, {})
 
     def _replace_state(self, states: Mapping[nn.Parameter, ParamState], groups: list[dict[str, Any]]) -> None:
-        """Replace all state, and the values of the param groups. Raises ModelError, with nothing changed, if they do
-        not fit."""
+        """Replace all state with `states`, and the values of the param groups with those in `groups`. Raises
+        ModelError, with nothing changed, if `states` or `groups` do not fit."""
         self._state_access().replace(states, groups)
         replace_values(self.param_groups, groups)
 
@@ -409,7 +409,7 @@ class TieredOptimizer(TierStateOptimizer):
 
     def load_group_options(self, options: Sequence[Mapping[str, Any]]) -> None:
         """Set the param groups to `options`, a result of `checked_group_options`. Options missing there keep their
-        values. So do fused, capturable and differentiable, because each run chooses them."""
+        values. The options fused, capturable and differentiable always do, because each run chooses them."""
         for group, new in zip(self.param_groups, options, strict=True):
             for name, value in new.items():
                 own = group.get(name)
@@ -453,7 +453,8 @@ class ParamGroupWatch:
         ]
 
     def take_reset(self) -> None:
-        """Call `TieredOptimizer.take_reset` if the run has such an optimizer."""
+        """Call `TieredOptimizer.take_reset`, which resets the state if user code has assigned an empty `state`. Do
+        nothing without a TieredOptimizer."""
         for ref in self._optimizers[:1]:
             if isinstance(handle := ref(), TieredOptimizer):
                 handle.take_reset()
@@ -519,8 +520,8 @@ _REDIRECTED = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_
 
 
 def _redirect(source: Optimizer, handle: TieredOptimizer, at_end: Callable[[Callable[[], None]], None]) -> None:
-    """Redirect the methods `_REDIRECTED` of `source`, the user's own optimizer, to those of `handle`. `at_end(act)`:
-    makes the run call `act`, which undoes this, when it closes."""
+    """Redirect the methods `_REDIRECTED` of `source`, the user's own optimizer, to those of `handle`. `at_end`: is
+    called with a function that undoes the redirection. The run calls this function when the run closes."""
     owner = weakref.ref(handle)
     before = {name: vars(source)[name] for name in _REDIRECTED if name in vars(source)}
     redirects = {name: MethodType(_redirected(name, owner), source) for name in _REDIRECTED}

@@ -191,7 +191,7 @@ class UpdateJob:
             return bool(self._ready)
 
     def has_ended(self) -> bool:
-        """Return whether no sub-group is ready, and none will be."""
+        """Return whether no sub-group is ready for its update, and none will become ready."""
         with self._changed:
             return self._closed and not self._ready
 

@@ -166,7 +166,7 @@ class UpdatePolicy(ABC):
         act()
 
     def _cancel_prefetch(self) -> None:
-        """Drop the state that was read ahead, unless an update is under way, because the update uses it."""
+        """Drop the state that was read ahead. Do nothing during an update, which uses this state."""
         if self._is_idle():
             self._pipeline.cancel_prefetch()
 
@@ -301,7 +301,7 @@ class OverlappedPolicy(UpdatePolicy):
         self._open: UpdateJob | None = None
         """The update that began in backward and waits for its step()."""
         self._frozen = StepGradients()
-        """The gradients of `_open`."""
+        """The gradients that the update in `_open` reads."""
         self._started: UpdateJob | None = None
         self._running: list[Transfer] = []
         """The transfers of jobs on the update lane, in order. Each completes when its job ends."""
@@ -464,8 +464,9 @@ class DelayedPolicy(OverlappedPolicy):
         """Do nothing, because a delayed update runs during this backward and reads ahead itself."""
 
     def at_cut(self, job: Callable[[], None]) -> Transfer:
-        """Make the delayed update visible, so that a save holds the state of one step. Then run `job` between two
-        updates. Return a transfer that completes when the job ends. Raises what `UpdatePolicy.at_cut` raises."""
+        """Wait for the delayed update and use its new parameters, so that a save holds the state of one step. Then run
+        `job` between two updates. Return a transfer that completes when the job ends. Raises what `UpdatePolicy.at_cut`
+        raises."""
         self._finish()
         return super().at_cut(job)
 

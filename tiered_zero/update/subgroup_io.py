@@ -42,8 +42,8 @@ class ParameterSink(Protocol):
     ) -> tuple[Transfer, int | None]:
         """Start to write new values from `window` to their home, after the transfer `after`. Return (transfer, offset).
 
-        `unit_update`: the update of the segment's unit; None if no fetch waits for it. `offset`: the segment's first
-        byte in the unit; None if fetches may not copy from `window` during the write."""
+        `unit_update`: the update of the segment's unit; None if no fetch waits for this update. `offset`: the segment's
+        first byte in the unit, if fetches may copy from `window` during the write; else None."""
 
 
 @dataclass(eq=False, repr=False)
@@ -99,7 +99,8 @@ class SubGroupWork:
 
     `raw`: the state, [n] uint8, in place or in the staging buffer. `lease`: the staging buffer; None if nothing is
     staged. `is_staged`: whether the state is staged. `on_device`: whether the update runs on the device. `pending`:
-    (update of a unit, first byte in the unit) for each staged part that fetches may copy before it is written.
+    (`UnitUpdate`, first byte in the unit) of each staged part that a fetch may copy from the staging buffer until the
+    part is written.
 
     Lists with an entry for each segment: `windows`: the memory of staged parameters; None if they are not staged.
     `grad_windows`: the memory for gradients read from NVMe; None for other gradients. `outs`: the memory to which the

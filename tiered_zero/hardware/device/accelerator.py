@@ -230,9 +230,9 @@ class Lane:
         thread may use it. Return a transfer that is done when the job is complete on the device.
 
         `holds`: device tensors that the job reads or writes. Free their memory only after `wait_on_compute(transfer)`
-        or `transfer.wait()`: the allocator knows only compute's stream. `waits`: False if the job waits only for
-        `after`; on the CPU the calling thread may then run it. `transfer`: a new object of a subclass of LaneTransfer
-        to use for the job; None: make one.
+        or `transfer.wait()`: the allocator knows only compute's stream. `waits`: whether the job waits for anything
+        besides `after`. If not, the calling thread may run the job itself on the CPU. `transfer`: a new object of a
+        subclass of LaneTransfer to use for the job; None: make one.
         """
         work = Work(job=job, after=[each for each in after if each is not COMPLETED], holds=tuple(holds))
         with self._lock:  # so that nothing is queued after the end mark

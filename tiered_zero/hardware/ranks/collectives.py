@@ -112,8 +112,8 @@ class Collectives:
         """Fill `tensor` with rank `source`'s tensor. Blocks."""
 
     def exchange(self, data: bytes, what: str = "messages", *, kind: str = "") -> list[bytes]:
-        """Return every rank's `data`, of any length, in rank order. Blocks. `kind`: a name for the kind of call; if the
-        ranks' kinds differ, every rank raises RankError. "": use `what`."""
+        """Return every rank's `data`, of any length, in rank order. Blocks. `kind`: a name for the kind of call; ""
+        stands for `what`. If the ranks' kinds differ, every rank raises RankError."""
         return [data]
 
     def fail(self, message: str) -> None:

@@ -79,7 +79,7 @@ def is_one_host() -> bool:
 
 
 def launch_name() -> str:
-    """Return the name of torchrun's run; "" without torchrun. A restart does not change the name."""
+    """Return the run id that torchrun has set; "" without torchrun. A restart does not change the id."""
     return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 

@@ -48,7 +48,7 @@ reductions. "control" runs calls for which the driver thread waits. With a devic
 names."""
 
 DEVICE = "device"
-"""The name under which gathers and reductions on a device are submitted.
+"""The name by which `_submit` recognizes gathers and reductions on a device.
 
 [Note: Collectives of a device] Gathers and reductions share one process group and one lane, and all ranks make their
 calls in the same order. (Two groups would also need one order, because their kernels wait in the same device queues.)
@@ -360,8 +360,7 @@ class ProcessGroups(Collectives):
                 dist.destroy_process_group(group)
 
     def _close_lanes(self) -> None:
-        """End the threads of the lanes. A thread that is still blocked after FREED_S is left running: another rank is
-        stopped."""
+        """End the threads of the lanes. A thread whose collective has not ended after FREED_S is left running."""
         self._ends_in_time()  # a thread that returned from C++ while Python ends would crash the process
         for name, lane in self._lanes.items():
             if name not in self._last or self._last[name].done():
