@@ -7,9 +7,9 @@ owns the moved bytes.
 Never: moves views of units (unit/saved_views.py saves them by name), moves what a checkpoint recomputes in backward, or
 calls collectives.
 
-[Note: Saved storages] Whole storages move. Saved views of one storage share one record. It is found by the live
-storage, the storage's version and the version counter. Autograd keeps a `SavedActivation` for each view. These stay on
-the device: storages below a minimum size, small views of large storages, parameters, subclasses, torch.func's wrappers,
-expanded tensors, and tensors that a selective checkpoint keeps, because no hook sees these. A write to a saved tensor
-through `.data` or NumPy goes unnoticed, because it changes no counter. The same holds for
+[Note: Saved storages] Whole storages move. Saved views of one storage share one record if the storage is still alive,
+and if the views share one version counter whose value is unchanged. Autograd keeps a `SavedActivation` for each view.
+These stay on the device: storages below a minimum size, small views of large storages, parameters, subclasses,
+torch.func's wrappers, expanded tensors, and tensors that a selective checkpoint keeps, because no hook sees these. A
+write to a saved tensor through `.data` or NumPy goes unnoticed, because it changes no counter. The same holds for
 torch.autograd.graph.save_on_cpu."""

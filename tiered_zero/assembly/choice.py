@@ -129,9 +129,10 @@ class PlacementSearch:
     errors: list[Exception] = field(default_factory=list)
 
     def run(self) -> list[Candidate]:
-        """Return the candidates that fit, best first. If activations fit in none, return those that lack the fewest
-        bytes. If no plan fits memory, raise the last PlanError, else the last error. If none fits the disk, raise
-        PlanError with the table of the plan that needs the fewest bytes there."""
+        """Return the candidates that fit, best first. If activations fit in no candidate, return the candidates that
+        lack the fewest bytes. If no plan fits memory, raise the last PlanError; if there is no PlanError, raise the
+        last error. If no plan fits the disk, raise PlanError with the table of the plan that needs the fewest bytes on
+        NVMe."""
         placements = [*self._placements()]
         plans = [each for each in placements if self._has_disk(each[1])]
         least = min((self._short_nbytes(plan) for _, plan in plans), default=0)
@@ -265,7 +266,7 @@ class PlacementSearch:
 
     def _room_nbytes(self, plan: Plan, tier: str) -> int:
         """Return the bytes of the tier that plan and activations leave free; negative if they do not fit. Activations
-        count only where the run computes, and not against a limit that the config sets."""
+        are counted only on the tier where the run computes, and only if the config sets no limit for this tier."""
         limit, source = plan.limits[tier]
         room = limit - plan.needed_nbytes(tier)
         if self.estimate is None or tier != plan.request.computing_tier or RESERVED not in source:
@@ -363,8 +364,8 @@ def make_predictor(
 
 
 def predicted_seconds(config: Config, model: nn.Module, plan: Plan) -> dict[str, float]:
-    """Return the predicted step for the run's report: its "tokens", its seconds as "step", and the busy seconds of each
-    resource. Return {} without measured rates, with several ranks, or without an optimizer in the config."""
+    """Return the predicted step for the run's report: "tokens" -> its tokens, "step" -> its seconds, each resource ->
+    its busy seconds. Return {} without measured rates, with several ranks, or without an optimizer in the config."""
     if plan.request.world_size > 1 or config.optimizer is None:
         return {}
     try:

@@ -37,7 +37,8 @@ OWN_PARTS: Final = ("random_states", "loader")
 """The parts of the driver state that differ between ranks."""
 
 _SCHEDULED = ("params", "lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
-"""Names of the param group options that torch's schedulers use; "params" is the number of parameters."""
+"""Names of the param group options that torch's schedulers use. In a checkpoint, "params" is the number of
+parameters."""
 
 _CODE = (FunctionType, MethodType, BuiltinFunctionType)
 

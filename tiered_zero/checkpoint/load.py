@@ -371,8 +371,8 @@ remainder]). For each of these: the dtype in which it is stored, and by how many
 
 
 def _add(bits: torch.Tensor, dtype: torch.dtype, shift: int, at: int, memory: memoryview) -> None:
-    """Add one summand of `_SUMMANDS` to `bits`, the masters viewed as int32. `memory`: elements of the summand. If they
-    are floats, add only their signs. `at`: how many bytes of the summand come before `memory`."""
+    """Add the elements in `memory`, shifted left by `shift` bits, to `bits`, the masters viewed as int32. Of floats,
+    add only the sign bit. `memory`: a part of one of the `_SUMMANDS`. `at`: the part's first byte in the summand."""
     read = torch.frombuffer(memory, dtype=dtype)
     values, first = read.signbit() if dtype.is_floating_point else read, at // dtype.itemsize
     for start in range(0, values.numel(), _STEP_NUMEL):  # temporaries stay small, and torch starts no threads
@@ -486,8 +486,8 @@ class StateLoader:
         return work, end
 
     def _end(self, work: SubGroupWork, masters: torch.Tensor, stepped: Sequence[ParamPiece]) -> None:
-        """Complete a sub-group after its read: compute its parameters, initialize missing state, begin to write it.
-        `stepped`: the pieces whose state was loaded."""
+        """Complete a sub-group after its read: compute its parameters, initialize missing state. Then begin to write
+        state and parameters. `stepped`: the pieces whose state was loaded."""
         layout = work.layout
         for segment, out in zip(layout.subgroup.segments, work.outs, strict=True):
             own = masters[segment.start : segment.stop]

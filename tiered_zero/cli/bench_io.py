@@ -126,8 +126,8 @@ def measure_directory(directory: Path, end_s: float, choices: Sequence[IOSetting
 
 
 def _fill(path: str, directory: Path, free_nbytes: int, seconds: float, notes: list[str]) -> int:
-    """Write the test file `path` and return its bytes: WANTED_NBYTES, or fewer if space or `seconds` do not allow more.
-    Then also add a note. Raises PlanError if the disk has no room for LEAST_NBYTES."""
+    """Write the test file `path`, and return its size. The size is WANTED_NBYTES, or less if space or `seconds` do not
+    allow more. For a smaller file, add a note to `notes`. Raises PlanError if the disk has no room for LEAST_NBYTES."""
     room_nbytes = free_nbytes * 4 // 5 // MIB * MIB
     if room_nbytes < LEAST_NBYTES:
         raise PlanError(

@@ -234,7 +234,7 @@ def _tags(directory: Path) -> list[TagInfo]:
 
 
 def _swap_directory(directory: Path) -> list[TagInfo]:
-    """Return one tag for the commit in `directory` if that is the swap directory of a run; else return []."""
+    """Return a list with the run's commit as a tag, if `directory` is a run's swap directory; else return []."""
     from tiered_zero.checkpoint.tag import TagInfo
     from tiered_zero.record.directory import OWNER_NAME
     from tiered_zero.record.files import disk_nbytes, open_directory

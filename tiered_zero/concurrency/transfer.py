@@ -174,8 +174,8 @@ class FailureLatch:
     """Remembers the first failure of a component. Any thread may use it.
 
     The component calls `set` when it fails, and `check` before each use. Each function that the user calls runs inside
-    `surfacing`, so that the first error that the user gets is the original failure. Later errors are raised
-    unchanged."""
+    `surfacing`. So the first error that the user gets is the original failure, not an EngineFailedError that the
+    failure has caused. Later errors are raised unchanged."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None

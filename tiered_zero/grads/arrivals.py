@@ -104,7 +104,7 @@ class GradientArrivals:
 
     def begin_own_backward(self) -> None:
         """Begin a backward that the engine did not start. Also begin to reduce gradients if parameters are gathered and
-        this backward produces gradients of them."""
+        this backward produces gradients of parameters."""
         self._is_counted = False
         # Every rank must begin the reduction at the same place among the gathers. The first gradient may come before a
         # gather on one rank and after it on another: the ranks would wait for each other.

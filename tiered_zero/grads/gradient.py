@@ -502,8 +502,8 @@ class InFlightGradients:
         batch.gradients.norms.update((arrival.index, norm) for arrival, norm in zip(new, norms, strict=True))
 
     def _bring(self, batch: GradientBatch) -> None:
-        """Launch the copies of a batch. Wait only to add or convert gradients in host memory, or for a window. Runs on
-        the reduce lane."""
+        """Launch the copies from a batch to the unit's flat. Wait only for a window (host buffer) of a flat on NVMe,
+        and for gradients to add or convert in host memory. Runs on the reduce lane."""
         gradients, norms = batch.gradients, batch.gradients.norms
         on_device = not batch.arrivals[0].source.is_cpu
         for arrival in batch.arrivals:

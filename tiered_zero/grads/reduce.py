@@ -128,8 +128,8 @@ class GradientReducer:
         self._is_last = False
         """Whether the running reductions are the last ones of the step, made in its last backward or in step()."""
         self._num_backwards = self._num_steps = 0
-        """`_num_backwards`: the number of backwards since the last step() that began to reduce. `_num_steps`: the
-        number of calls of `check` that have returned."""
+        """`_num_backwards`: the number of backwards that have begun to reduce gradients since `check` last returned.
+        `_num_steps`: the number of calls of `check` that have returned."""
 
     def close(self) -> None:
         """Drop the memory of gradients and buckets."""
@@ -219,7 +219,7 @@ class GradientReducer:
         self._adding = frozenset(unit for unit in self._receiving if self._units[unit].num_sums)
 
     def _widen(self, flags: Iterable[bool]) -> None:
-        """Set `_wide`. `flags`: for each unit, whether it belongs to `_wide`; equal on all ranks."""
+        """Set `_wide` to the units whose flag is true. `flags`: one for each unit, equal on all ranks."""
         self._wide = frozenset(unit for unit, is_wide in zip(self._units, flags, strict=True) if is_wide)
 
     # -- in step() -----------------------------------------------------------------------------------------------------
@@ -350,8 +350,8 @@ class GradientReducer:
                 self._reduce(bucket)
 
     def _reduce(self, bucket: Bucket) -> None:
-        """Start to reduce a bucket and to move its sums to their homes. Without `Reduction.overlaps`, also wait for
-        this."""
+        """Start to reduce a bucket and to move its sums to their homes. If `Reduction.overlaps` is False, also wait
+        until the sums are at their homes."""
         for unit in bucket.units & self._receiving:
             if self._waits_apart(unit) and unit not in self._sources:
                 self._sources[unit] = self._units[unit].take_waiting()
@@ -551,7 +551,7 @@ class UnitUses:
         self._marks: dict[Unit, WeakSet[UseMark]] = {}
         """Unit -> the marks of its uses in graphs that still exist."""
         self._unmarked: set[Unit] = set()
-        """Units that were used since the last step() without a mark."""
+        """Units that have been used without a mark since the last step()."""
         self._front = NO_MARK
         """The number of the earliest mark that the running backward has met."""
         self._seen: dict[Unit, set[int]] = {}

@@ -259,8 +259,8 @@ def model_rates(
 
 
 def _rate_besides(amount: float, product_s: float, work: Callable[[], object]) -> float:
-    """Measure `work` without its matrix products, which take `product_s` seconds. Return `amount` per remaining
-    second."""
+    """Time `work`, and subtract `product_s`, the seconds of its matrix products. Return `amount` divided by the
+    difference, which counts as at least a tenth of the time."""
     seconds = 1 / median_rate(1.0, work)
     return amount / max(seconds - product_s, seconds / 10)
 

@@ -340,7 +340,7 @@ def _join_small(parts: Iterable[_Part], most_numel: int) -> list[_Part]:
 def _walk(
     module: ModuleSpec, specs: Sequence[ParamSpec], cap: int, rules: UnitRules, above: tuple[ModuleSpec, ...] = ()
 ) -> Iterator[tuple[str, tuple[int, ...], str | None]]:
-    """Yield (module name, indices of parameters, name of their block or None) for each part that is not cut further.
+    """Cut `module` into parts. Yield (module name, indices of parameters, name of their block or None) for each part.
     `cap`: the most elements of a unit. `above`: the modules around `module`, root first."""
     numel = sum(specs[index].numel for index in module.all_params)
     in_list = any(outer.is_list for outer in above)

@@ -41,8 +41,8 @@ PYTHON_S_PER_SUB_GROUP: Final = 7e-4
 """Seconds of Python code between calls of the update's kernel, for each sub-group."""
 
 WEIGHT_PASSES: Final = 8
-"""How often forward and backward together read the weights if the CPU computes. The reads run at the rate of copies,
-and matrix products of few rows wait for them."""
+"""How often forward and backward together read the weights if the CPU computes. The prediction adds the time of these
+reads, at the rate of copies, because matrix products of few rows wait for weights."""
 
 DISK_PASSES: Final = 2
 """How often the cores pass over each byte read or written on the disk: once for the checksum, once for a copy."""
@@ -60,7 +60,8 @@ CORES: Final = ("compute", "fetch", "reduce", "update")
 """The resources that share the cores if the CPU computes."""
 
 RESOURCES_OF: Final = {"host": CORES, "nvme": ("compute", "update", "disk read", "disk write")}
-"""Tier -> the resources that compute and this tier's bytes keep busy, if an accelerator computes."""
+"""Tier -> the resources that are busy with compute or with bytes of this tier. For runs in which an accelerator
+computes."""
 
 Seconds = Mapping[str, float]
 """Resource -> the seconds for which work keeps it busy."""

@@ -427,8 +427,8 @@ def collect_garbage(
 
 
 def _collect(run: RunInfo, dry_run: bool, committed: bool, unknown: bool) -> Collected:
-    """Remove one run's directory, unless it must be kept. Return the result. A run that can be resumed is removed only
-    if `committed` is True. Raises OSError, StoreError."""
+    """Remove one run's directory, unless it must be kept. Return what was done, and why. A run that can be resumed is
+    removed only if `committed` is True. Raises OSError, StoreError."""
     if not run.own or run.state == "alive" or (run.state == "unknown" and not unknown):
         return Collected(run=run, removed=False, reason=run.reason)
     if run.resumable and not committed:

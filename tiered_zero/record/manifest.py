@@ -288,8 +288,8 @@ def choose(
 
 
 def load_at(dir_fd: int, directory: Path) -> tuple[Manifest | None, Manifest | None]:
-    """Do the same as `load`, for the open directory `dir_fd`. `directory`: the directory's path, for errors. Raises
-    OSError, StoreError."""
+    """Return the committed and the prepared manifest in the open directory `dir_fd`, as `load` does. `directory`: the
+    directory's path, for errors. Raises StoreError."""
     current = None
     with suppress(FileNotFoundError):
         current = _read(dir_fd, directory / MANIFEST_NAME)

@@ -225,8 +225,8 @@ class NativeRule(UpdateRule):
         return self.torch_bits or run.grad.dtype is not torch.float32
 
     def _pack(self, runs: list[Run]) -> _Batch:
-        """Make the kernel's batch of `runs`, which all have the same `kind_of`: check their arrays, and write the
-        addresses into a table. Raises InternalError if the kernel cannot take the arrays, and ModelError if the step
+        """Make a batch for the kernel from `runs`: check their arrays, and write the addresses into a table. `kind_of`
+        is equal for all `runs`. Raises InternalError if the kernel cannot take the arrays, and ModelError if the step
         needs state arrays that were not planned."""
         first = runs[0]
         values = self._completed(first.hyper)
@@ -350,7 +350,8 @@ class NativeRule(UpdateRule):
 
 def open_kernel(num_threads: int | None = None) -> UpdateKernel | None:
     """Open the native kernel, and give it MKL's square root if torch has that. Return None if the kernel was not built,
-    or has no code for this processor. `num_threads`: None: as many as this process may keep busy."""
+    or has no code for this processor. `num_threads`: the size of its thread pool; None: as many threads as this process
+    may keep busy."""
     path = find_library("_update")
     if path is None or not supported_levels(path):
         return None

@@ -120,7 +120,7 @@ class QuantizedAdam(UpdateRule):
         return stepped.scalars
 
     def _scratch(self, name: str, array: torch.Tensor) -> torch.Tensor:
-        """Return fp32 memory, [n], for the decoded values of `array`, the codes of the state array `name`."""
+        """Return fp32 memory, [n], to decode `array` into. `array`: the codes of the state array `name`."""
         kept, numel = self._floats.get(name), array.numel()  # all chunks share it: it stays in the cache
         if kept is None or kept.numel() < numel or kept.device != array.device:
             kept = self._floats[name] = torch.empty(numel, device=array.device)

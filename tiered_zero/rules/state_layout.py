@@ -342,8 +342,8 @@ class StateLayout:
         return [array.field for array in self.arrays_for(piece)]
 
     def arrays_for(self, piece: ParamPiece) -> list[StateArray]:
-        """Return the arrays that hold a piece's state: arrays of the whole sub-group that the piece's param group
-        needs, or the piece's own."""
+        """Return the arrays that hold a piece's state. For an elementwise rule these are the sub-group's arrays that
+        the piece's param group needs. For other rules they are the piece's own arrays."""
         return self._shared_of_group.get(piece.group, []) + self._arrays_of.get(piece.index, [])
 
 

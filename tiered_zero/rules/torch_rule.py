@@ -529,9 +529,9 @@ class TorchRule(UpdateRule):
             )
 
     def _refuse_coupling(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> None:
-        """Raise ModelError if the class does not update each parameter independently. The class steps two small
-        parameters together, and this rule steps them one by one: the bits must be equal. Nothing is raised if the class
-        cannot step them."""
+        """Raise ModelError if the optimizer class does not update each parameter independently. As a test, the class
+        steps two small parameters together, and this rule steps them one by one. The results must have equal bits. If
+        the class cannot step such small parameters, nothing is raised."""
         generator = torch.Generator().manual_seed(0)
         starts = torch.randn((2, *shape), generator=generator)
         grads = torch.randn((PROBE_STEPS, 2, *shape), generator=generator)

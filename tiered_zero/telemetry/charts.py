@@ -195,7 +195,8 @@ def format_tick(value: float) -> str:
 
 
 def thin(points: Points) -> Points:
-    """Return at most MAX_POINTS points: `points`, or means of equally long parts, without a shorter last part."""
+    """Return `points` if there are at most MAX_POINTS. Otherwise cut `points` into at most MAX_POINTS equally long
+    parts, and return the mean of each part. A shorter last part is left out."""
     if len(points) <= MAX_POINTS:
         return points
     length = -(-len(points) // MAX_POINTS)

@@ -48,7 +48,7 @@ class UnitShare:
 
 class GradientSource(ABC):
     """The gradients that one update reads, by segment (the part of a unit in one sub-group). Used by one thread at a
-    time. The methods that are not abstract are for gradients that are in host memory from the start."""
+    time. Methods that a subclass does not override suit gradients that are in host memory from the start."""
 
     @abstractmethod
     def has(self, unit: Unit, param: ParamSpec) -> bool:

@@ -55,7 +55,7 @@ class Schedule:
         self._ahead: deque[Use] = deque()
         """The expected uses, the next one first. [Note: Expected uses]"""
         self._tip: Pair = (None, None)
-        """The pair that ends with the last expected use, or `_last` if no use is expected."""
+        """The pair (two successive uses) whose second use is the last expected one; `_last` if no use is expected."""
         self.expected: dict[PagedUnit, int] = {}
         """Unit -> the number of its expected uses. Has no key for a unit without expected uses."""
         self._counted: set[PagedUnit] = set()

@@ -292,8 +292,8 @@ class _Keyed(torch.Tensor):
 
 
 def keyed(plain: torch.Tensor) -> torch.Tensor:
-    """Return a tensor to assign to `param.data`. It has the storage of `plain` and the key of offloaded parameters.
-    torch then raises RuntimeError if the address of that storage is asked for."""
+    """Return a tensor to assign to `param.data`. It has the storage of `plain` and the dispatch key of offloaded
+    parameters. From now on torch raises RuntimeError if code asks for the address of this storage."""
     size, stride, offset = plain.size(), plain.stride(), plain.storage_offset()
     with torch.inference_mode(False):
         wrapper: torch.Tensor = torch.Tensor._make_wrapper_subclass(
@@ -324,7 +324,8 @@ offloaded parameter as it is."""
 # An offloaded parameter answers everything that does not need its bytes.
 _BYTE_PROPERTIES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
 _OF_CLASS_IN_USE = frozenset({"detach", "__getitem__", *WATCHED})
-"""Names of functions that must run as the method of the parameter's class in use, once the bytes are fetched."""
+"""Names of methods that classes in use override. After a fetch, the method of the parameter's class in use runs, not
+torch's."""
 _METADATA_METHODS = frozenset(
     "size dim ndimension numel nelement stride storage_offset is_contiguous element_size is_floating_point is_complex "
     "is_signed get_device requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __len__ "
@@ -474,7 +475,7 @@ def _offloaded_in(values: Any) -> Iterator[tuple[nn.Parameter, list[nn.Parameter
 def _fetch_for_operator(operator: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
     """Fetch the offloaded parameters among the arguments of `operator`, which C++ code has called. Return False, and
     fetch none, if the operator reads only metadata. Raises ParameterOffloadedError if no argument is an offloaded
-    parameter: C++ code has then made a tensor of a parameter's memory."""
+    parameter, because C++ code has then made its own tensor from a parameter's memory."""
     name = operator.overloadpacket.__name__
     if name in _METADATA_METHODS:
         return False

@@ -282,7 +282,7 @@ class Pager:
             self.driver.leave()
 
     def runs_directly(self) -> bool:
-        """Return whether the caller runs inside a direct call of a module; False if that module is compiled."""
+        """Return whether the caller runs inside a module that the user called directly; False if it is compiled."""
         return self.direct is not None and is_running(self.direct.frame)
 
     def ends_direct(self, module: nn.Module) -> bool:

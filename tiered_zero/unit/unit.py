@@ -428,7 +428,8 @@ class PagedUnit:
         self._change(UnitState.CACHED)
 
     def end_residence(self) -> None:
-        """Enter OFFLOADED: the bytes on the device are no longer valid. STALE becomes CURRENT."""
+        """Enter OFFLOADED: the bytes on the device are no longer valid. If `weights` is STALE, set `weights` to
+        CURRENT."""
         self._change(UnitState.OFFLOADED, WeightState.CURRENT if self.weights is WeightState.STALE else None)
         self.fetch = None
 

@@ -128,8 +128,8 @@ class Conversion:
     sources: list[tuple[str, str]] = field(default_factory=list)
 
     def convert(self, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the converted tensors by name. `read`: returns a source by its name. Raises any error of the table's
-        operations."""
+        """Return the converted tensors by name. `read`: returns the source tensor with a given name. Raises the errors
+        of transformers' conversion operations."""
         if self.converter is None:
             return {self.target: read(self.sources[0][1])}
         converter = deepcopy(self.converter)

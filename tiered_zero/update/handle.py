@@ -299,8 +299,9 @@ class TieredOptimizer(TierStateOptimizer):
 
     def take_reset(self) -> None:
         """Reset the state if user code has assigned an empty mapping to `state` of the user's own optimizer. Raises
-        ModelError if the mapping is not empty. Called before every use of the state. While an update that began in
-        backward waits for its step(), the first call raises ModelError, and later calls keep the old state."""
+        ModelError if the mapping is not empty. Called before every use of the state. A reset is impossible while an
+        update that began in backward waits for its step(): the first call then raises ModelError, and later calls keep
+        the old state."""
         given = self._source.state
         if given is self._access or not isinstance(self._access, StateAccess) or not self._access.is_open:
             return

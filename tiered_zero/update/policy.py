@@ -92,9 +92,10 @@ class UpdatePolicy(ABC):
     # -- ways to end an update -----------------------------------------------------------------------------------------
 
     def finish(self, *, before_write: bool = False) -> None:
-        """Wait until every update so far is complete and visible to compute. Raises a failed update's error, or
-        EngineFailedError if it was raised before. `before_write`: whether the caller will change state or parameters.
-        If so, also drop the state that was read ahead, and wait for the reads of a running save."""
+        """Wait until every update so far is complete and visible to compute. Raises the error of a failed update. If an
+        earlier call has raised that error, raises EngineFailedError. `before_write`: whether the caller will change
+        state or parameters. If so, also drop the state that was read ahead, and wait for the reads of a running
+        save."""
         self._finish()
         if before_write:
             self._cancel_prefetch()

@@ -48,8 +48,8 @@ class ParameterSink(Protocol):
 
 @dataclass(eq=False, repr=False)
 class UnitParameters:
-    """The ParameterSink of an engine. Resident units (which live on the device) have no "param" home. Their parameters
-    are in the flat that `_device_flat` returns."""
+    """Reads and writes the parameters of an engine's units for updates (a `ParameterSink`). A resident unit, which
+    always stays on the device, has no "param" home: its parameters are in the flat that `_device_flat` returns."""
 
     _inventory: Inventory
     _runtime: Runtime
@@ -231,8 +231,8 @@ class SubGroupIO:
             work.outs.append(out)
 
     def read_gradients(self, work: SubGroupWork, gradients: GradientSource) -> None:
-        """Start to read the sub-group's gradients from NVMe, unless an earlier call has done so. All must be
-        complete."""
+        """Start to read the sub-group's gradients from NVMe, unless an earlier call has done so. All gradients of the
+        sub-group must be complete."""
         if work.reads_gradients:
             return
         work.reads_gradients = True
@@ -250,9 +250,9 @@ class SubGroupIO:
         *,
         masters_alone: bool = False,
     ) -> None:
-        """Start to write state and parameters. `unit_updates`: unit -> its `UnitUpdate`, through which fetches copy
-        staged parameters that are not written yet. `after`: parameters on the device are written after this transfer.
-        `masters_alone`: whether the slot holds masters and no other state."""
+        """Start to write a sub-group's state and parameters. `unit_updates`: unit -> its `UnitUpdate`, which gets the
+        staged parameters, so that fetches can copy them before they are written. `after`: parameters on the device are
+        written after this transfer. `masters_alone`: whether the slot holds masters and no other state."""
         home, on_device = work.home, work.on_device
         if work.is_staged:
             nbytes = work.layout.master_nbytes if masters_alone else work.layout.nbytes

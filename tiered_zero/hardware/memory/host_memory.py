@@ -315,8 +315,8 @@ class HeapTrim:
         self._least_nbytes = min(found, self._least_nbytes)
 
     def _unused_nbytes(self) -> int:
-        """Return the resident bytes that are not in malloc's used blocks: holes, and memory that malloc has not
-        allocated."""
+        """Return the process's resident bytes, less the bytes of malloc's used blocks: holes in the heap, and memory
+        that does not come from malloc."""
         info = self._info()  # type: ignore[misc]
         num_pages = int(Path("/proc/self/statm").read_bytes().split()[1])
         return num_pages * mmap.PAGESIZE - int(info.uordblks) - int(info.hblkhd)

@@ -121,8 +121,8 @@ class PageRange:
         self._pool.map(self._address_of_first, self._nbytes)
 
     def empty(self, keep: bool = True) -> None:
-        """Unmap the memory. `keep`: whether the store may keep the pages. Pass False if a transfer may still write to
-        the pages; they are then freed."""
+        """Unmap the memory. `keep`: whether the pool may keep the huge pages for later units. If False, all pages are
+        freed. Pass False if a transfer may still write to the pages."""
         self._pool.unmap(self._address_of_first, self._nbytes, keep)
 
 

@@ -67,7 +67,8 @@ _HEAD = struct.Struct("<II")
 
 
 class _Phase(Enum):
-    """The phase of this rank's groups. FAILED: this rank has posted its failure, and starts no more collectives."""
+    """The state of this rank's process groups. FAILED: this rank has posted its failure, and starts no more
+    collectives."""
 
     NEW = auto()
     OPEN = auto()
@@ -264,9 +265,9 @@ class ProcessGroups(Collectives):
 
         [Note: Gathers that meet] The n-th gather of a rank receives the bytes of the n-th gather of every other rank,
         even if they gather different data: gathers have no names unless their order is compared. So after a gather has
-        failed on a rank, for example because its fetch failed, this rank makes no later gather or reduction. The other
-        ranks would take the later one for the failed one. This holds on a device, too. The other ranks wait until this
-        rank posts its error.
+        failed on a rank, for example because its fetch failed, this rank makes no later gather or reduction, on the
+        host or on a device. Otherwise the other ranks would take the later call for the failed one. The other ranks
+        wait until this rank posts its error.
         """
         if name == DEVICE:
             assert self._accelerator is not None, "a device is connected before anything on it is gathered or reduced"

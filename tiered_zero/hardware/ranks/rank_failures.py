@@ -103,7 +103,8 @@ class RankFailures:
         """Group -> the number of collectives that this rank has made. Used on the driver thread."""
         self._is_store_lost = False  # the store may end with the rank that holds it
         self.found: RankError | None = None
-        """The failure of another rank, or the error that ended a collective here. Every later call raises it."""
+        """The failure of another rank, or the error that ended a collective on this rank. Every later collective raises
+        this error."""
         with suppress(Exception):
             self.post_wait("", None)
 
