@@ -17,7 +17,7 @@ from tests.support.trainers import tiered
 from tiered_zero import Engine
 from tiered_zero.rules.native_rules import AdamRule
 from tiered_zero.rules.quantized import QuantizedAdam
-from tiered_zero.rules.rule import Run, UpdateRule
+from tiered_zero.rules.rule import Slice, UpdateRule
 from tiered_zero.rules.state_layout import split_master
 
 FLAGS: dict[str, dict[str, Any]] = {"default": {}, "foreach": {"foreach": False}, "fused": {"fused": True}}
@@ -119,7 +119,7 @@ RULES: dict[str, Callable[[], UpdateRule]] = {
 }
 
 
-def runs_of(rule: UpdateRule, state_format: str, hyper: dict[str, Any], where: str) -> list[Run]:
+def runs_of(rule: UpdateRule, state_format: str, hyper: dict[str, Any], where: str) -> list[Slice]:
     """Of lengths that end inside of blocks, and inside of what is stepped at once."""
     runs = []
     for numel in (5, 64, 1, 333, 32, 200):
@@ -132,11 +132,11 @@ def runs_of(rule: UpdateRule, state_format: str, hyper: dict[str, Any], where: s
             out, master, mark = split_master(master)
             state["exp_avg_sq"].copy_(torch.where(mark, -0.0, 0.0))
         grad = torch.empty(numel, device=where)
-        runs.append(Run(master=master.to(where), grad=grad, state=state, scalars={}, hyper=hyper, out=out.to(where)))
+        runs.append(Slice(master=master.to(where), grad=grad, state=state, scalars={}, hyper=hyper, out=out.to(where)))
     return runs
 
 
-def step_runs(rule: UpdateRule, runs: Sequence[Run], together: bool) -> list[torch.Tensor]:
+def step_runs(rule: UpdateRule, runs: Sequence[Slice], together: bool) -> list[torch.Tensor]:
     """Take three steps; return all that the runs hold."""
     for step in range(3):
         for run in runs:

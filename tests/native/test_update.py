@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from tests.support.native_build import UPDATE_SOURCE, compile_shared
 from tiered_zero.native.update import (
-    ADDRESSES_PER_RUN,
+    ADDRESSES_PER_SLICE,
     Dtype,
     Flag,
     Hyper,
@@ -89,7 +89,7 @@ class Arrays:
 
     def update(self, kernel: UpdateKernel, cuts: Sequence[int] = ()) -> list[torch.Tensor]:
         edges = [0, *sorted(cuts), self.numel]
-        table = numpy.zeros((len(edges) - 1, ADDRESSES_PER_RUN), numpy.uint64)
+        table = numpy.zeros((len(edges) - 1, ADDRESSES_PER_SLICE), numpy.uint64)
         for row, start, end in zip(table, edges[:-1], edges[1:], strict=True):
             addresses = [0 if t is None else t[start:].data_ptr() if start < end else 0 for t in self.tensors]
             row[:] = [*addresses, end - start, ctypes.addressof(self.hyper)]

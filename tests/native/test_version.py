@@ -13,7 +13,7 @@ from tiered_zero.io.native import load_library
 from tiered_zero.native import VERSION
 from tiered_zero.native.update import UpdateKernel
 
-SOURCES_DIGEST = "7a504a3e25e9584f"
+SOURCES_DIGEST = "e3bcd69f555990d3"
 """Of the C sources of VERSION."""
 
 

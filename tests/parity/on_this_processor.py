@@ -27,7 +27,7 @@ from tiered_zero.rules.native_rules import (
     find_torch_root,
     open_kernel,
 )
-from tiered_zero.rules.rule import Run
+from tiered_zero.rules.rule import Slice
 
 OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 3e-3, "weight_decay": 0.1, "amsgrad": True}),
@@ -68,7 +68,7 @@ def compare_steps(name: str, kernel: UpdateKernel | None) -> bool:
     param = torch.nn.Parameter(torch.randn(numel))
     optimizer = kind([param], **hyper)
     fields = rule.state_fields((numel,), hyper)
-    run = Run(
+    run = Slice(
         master=param.detach().clone(),
         grad=torch.empty(0),
         state={f.name: torch.zeros(numel) for f in fields},

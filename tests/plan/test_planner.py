@@ -26,7 +26,7 @@ from tiered_zero.plan.staging import (
     NUM_PARAM_STAGING,
     StagingSize,
 )
-from tiered_zero.rules.rule import Run
+from tiered_zero.rules.rule import Slice
 from tiered_zero.rules.torch_rule import TorchRule
 from tiered_zero.sizes import MIB, PAGE_NBYTES, TIERS, format_nbytes
 
@@ -485,7 +485,7 @@ def test_the_temporaries_of_an_update_on_a_device_are_planned(
     rule = TorchRule(optimizer([torch.zeros(1)], **hyper))
     fields = rule.state_fields((numel,), {**rule.defaults})
     with torch.device("meta"):
-        run = Run(
+        run = Slice(
             master=torch.zeros(numel),
             grad=torch.zeros(numel, dtype=torch.bfloat16),
             state={field.name: torch.zeros(numel) for field in fields},

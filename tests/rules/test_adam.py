@@ -12,7 +12,7 @@ import torch
 from tiered_zero.errors import InternalError, ModelError
 from tiered_zero.native.update import UpdateKernel, supported_levels
 from tiered_zero.rules.native_rules import AdamRule, find_torch_root, open_kernel
-from tiered_zero.rules.rule import Run
+from tiered_zero.rules.rule import Slice
 from tiered_zero.rules.state_layout import join_master, split_master
 
 VARIANTS: list[dict[str, Any]] = [
@@ -36,16 +36,16 @@ def kernel(library: Path) -> Iterator[UpdateKernel]:
     kernel.close()
 
 
-def make_run(rule: AdamRule, master: torch.Tensor, hyper: dict[str, Any], out: torch.Tensor | None = None) -> Run:
+def make_run(rule: AdamRule, master: torch.Tensor, hyper: dict[str, Any], out: torch.Tensor | None = None) -> Slice:
     state = {f.name: torch.zeros(f.shape, dtype=f.dtype) for f in rule.state_fields(tuple(master.shape), hyper)}
-    return Run(master=master, grad=torch.empty(0), state=state, scalars={}, hyper=hyper, out=out)
+    return Slice(master=master, grad=torch.empty(0), state=state, scalars={}, hyper=hyper, out=out)
 
 
-def cut(run: Run, places: list[int]) -> list[Run]:
+def cut(run: Slice, places: list[int]) -> list[Slice]:
     """The same memory as several runs."""
     edges = [0, *places, run.master.numel()]
     return [
-        Run(
+        Slice(
             master=run.master[a:b],
             grad=run.grad[a:b],
             state={name: array[a:b] for name, array in run.state.items()},
@@ -255,7 +255,7 @@ def with_ties(values: torch.Tensor) -> torch.Tensor:
     return ((values.view(torch.int32) & -0x10000) | 0x8000).view(torch.float32)
 
 
-def set_marks(run: Run, mark: torch.Tensor) -> None:
+def set_marks(run: Slice, mark: torch.Tensor) -> None:
     run.state["exp_avg_sq"].copy_(torch.where(mark, -run.state["exp_avg_sq"], run.state["exp_avg_sq"]))
 
 

@@ -18,7 +18,7 @@ from tiered_zero.rules.native_rules import (
     find_torch_root,
     open_kernel,
 )
-from tiered_zero.rules.rule import Run
+from tiered_zero.rules.rule import Slice
 
 SGD, ADAGRAD = (SgdRule, torch.optim.SGD), (AdagradRule, torch.optim.Adagrad)
 LION = (LionRule, Lion)
@@ -42,9 +42,9 @@ def kernel(library: Path) -> Iterator[UpdateKernel]:
     kernel.close()
 
 
-def make_run(rule: NativeRule, master: torch.Tensor, hyper: dict[str, Any]) -> Run:
+def make_run(rule: NativeRule, master: torch.Tensor, hyper: dict[str, Any]) -> Slice:
     state = {f.name: torch.zeros(f.shape, dtype=f.dtype) for f in rule.state_fields(tuple(master.shape), hyper)}
-    run = Run(master=master, grad=torch.empty(0), state=state, scalars={}, hyper=hyper)
+    run = Slice(master=master, grad=torch.empty(0), state=state, scalars={}, hyper=hyper)
     rule.init_state(run.state, hyper)
     return run
 

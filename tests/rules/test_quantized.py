@@ -15,7 +15,7 @@ from tiered_zero.native.update import LEVELS, UpdateKernel, supported_levels
 from tiered_zero.rules import quantized
 from tiered_zero.rules.native_rules import AdamRule, find_torch_root
 from tiered_zero.rules.quantized import QuantizedAdam
-from tiered_zero.rules.rule import Run
+from tiered_zero.rules.rule import Slice
 
 HYPER: dict[str, Any] = {"lr": 0.01, "amsgrad": True}
 
@@ -103,9 +103,9 @@ def test_a_second_moment_never_becomes_zero_and_a_nan_stays_one(kernel: UpdateKe
     assert torch.equal(dequantize(*quantize(torch.zeros(64), torch.int8, 1, kernel), kernel), torch.zeros(64))
 
 
-def make_run(rule: QuantizedAdam, master: torch.Tensor) -> Run:
+def make_run(rule: QuantizedAdam, master: torch.Tensor) -> Slice:
     state = {f.name: torch.zeros(f.shape, dtype=f.dtype) for f in rule.state_fields(tuple(master.shape), HYPER)}
-    return Run(
+    return Slice(
         master=master,
         grad=torch.empty(0),
         state=state,
@@ -115,7 +115,7 @@ def make_run(rule: QuantizedAdam, master: torch.Tensor) -> Run:
     )
 
 
-def cut(run: Run, places: list[int]) -> list[Run]:
+def cut(run: Slice, places: list[int]) -> list[Slice]:
     """The same memory as several runs; `places`: in blocks."""
     edges = [0, *(QUANTIZED_BLOCK_NUMEL * place for place in places), run.master.numel()]
     pieces = []
@@ -124,7 +124,7 @@ def cut(run: Run, places: list[int]) -> list[Run]:
         state = {name: array[blocks if name.endswith("_scale") else slice(a, b)] for name, array in run.state.items()}
         assert run.out is not None
         pieces.append(
-            Run(
+            Slice(
                 master=run.master[a:b],
                 grad=run.grad[a:b],
                 state=state,
@@ -163,7 +163,7 @@ def test_second_moments_follow_a_change_smaller_than_a_code() -> None:
     numel = 20_000
     runs = [make_run(lossy, torch.zeros(numel))]
     state = {f.name: torch.zeros(f.shape, dtype=f.dtype) for f in exact.state_fields((numel,), HYPER)}
-    runs.append(Run(master=torch.zeros(numel), grad=torch.empty(0), state=state, scalars={}, hyper=HYPER))
+    runs.append(Slice(master=torch.zeros(numel), grad=torch.empty(0), state=state, scalars={}, hyper=HYPER))
     for step in range(200):
         grad = torch.randn(numel) * (10.0 if step < 5 else 1.0)
         for run, rule in zip(runs, (lossy, exact), strict=True):

@@ -16,7 +16,7 @@ from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL, SubGroup, cut_subgroups
 from tiered_zero.rules.native_rules import AdamRule
 from tiered_zero.rules.quantized import QuantizedAdam
-from tiered_zero.rules.rule import Run, StateField, UpdateRule
+from tiered_zero.rules.rule import Slice, StateField, UpdateRule
 from tiered_zero.rules.state_layout import RemainderMasters, StateLayout
 from tiered_zero.rules.torch_rule import TorchRule
 from tiered_zero.sizes import PAGE_NBYTES
@@ -38,7 +38,7 @@ class Fields(UpdateRule):
 
     def init_state(self, state: Any, hyper: Any) -> None: ...
 
-    def update(self, runs: Sequence[Run]) -> None: ...
+    def update(self, runs: Sequence[Slice]) -> None: ...
 
 
 def subgroups_of(units: Sequence[Unit], groups: Mapping[str, int], size: int, elementwise: bool) -> list[SubGroup]:

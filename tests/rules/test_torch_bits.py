@@ -22,7 +22,7 @@ from tiered_zero.rules.native_rules import (
     choose_root,
     find_torch_root,
 )
-from tiered_zero.rules.rule import Run
+from tiered_zero.rules.rule import Slice
 
 HEADER = UPDATE_SOURCE.with_name("update_kernel.h")
 NUM_FUSED = len(re.findall(r"\bfma_\((?!vf)", HEADER.read_text()))
@@ -44,7 +44,7 @@ def assert_bits_of_torch(rule: NativeRule, kind: type[torch.optim.Optimizer], **
     parameter = torch.nn.Parameter(torch.randn(5000))
     optimizer = kind([parameter], **hyper)
     state = {f.name: torch.zeros(f.shape, dtype=f.dtype) for f in rule.state_fields((5000,), hyper)}
-    run = Run(master=parameter.detach().clone(), grad=torch.empty(0), state=state, scalars={}, hyper=hyper)
+    run = Slice(master=parameter.detach().clone(), grad=torch.empty(0), state=state, scalars={}, hyper=hyper)
     for _ in range(4):
         parameter.grad = torch.randn(5000)
         run.grad = parameter.grad.clone()

@@ -16,7 +16,7 @@ from tiered_zero.errors import ModelError
 from tiered_zero.optim import OffloadedOptimizer
 from tiered_zero.rules import torch_rule
 from tiered_zero.rules.native_rules import Lion
-from tiered_zero.rules.rule import Run
+from tiered_zero.rules.rule import Slice
 from tiered_zero.rules.torch_rule import TorchRule
 
 STEPS = 6
@@ -120,9 +120,9 @@ def rule_of(kind: type[Optimizer], options: dict[str, Any]) -> TorchRule:
     return TorchRule(kind([torch.zeros(1, 1, requires_grad=True)], **options))
 
 
-def new_run(rule: TorchRule, master: torch.Tensor, hyper: dict[str, Any]) -> Run:
+def new_run(rule: TorchRule, master: torch.Tensor, hyper: dict[str, Any]) -> Slice:
     fields = rule.state_fields(tuple(master.shape), hyper)
-    run = Run(
+    run = Slice(
         master=master,
         grad=torch.zeros(0),
         state={f.name: torch.zeros(f.shape, dtype=f.dtype) for f in fields},
@@ -154,7 +154,7 @@ def train_both(kind: type[Optimizer], options: dict[str, Any], rule: TorchRule, 
     plain = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
     optimizer = kind(plain, **options)
     masters = [leaf.detach().clone() for leaf in plain]
-    runs: list[list[tuple[slice, Run]]] = []
+    runs: list[list[tuple[slice, Slice]]] = []
     for master in masters:
         flat = master.view(-1)
         slices = cut(flat.numel(), generator) if rule.elementwise else [slice(None)]
@@ -601,7 +601,7 @@ def test_muon_refuses_a_vector_when_the_plan_is_made() -> None:
 @pytest.mark.parametrize("option", ["differentiable", "capturable", "fused"])
 def test_options_that_change_the_update_are_refused_before_any_write(option: str) -> None:
     rule = rule_of(torch.optim.Adam, {"lr": 0.1})
-    run = Run(master=torch.ones(3), grad=torch.ones(3), state={}, scalars={}, hyper={"lr": 0.1, option: True})
+    run = Slice(master=torch.ones(3), grad=torch.ones(3), state={}, scalars={}, hyper={"lr": 0.1, option: True})
     with pytest.raises(ModelError, match=option):
         rule.update([run])
     assert torch.equal(run.master, torch.ones(3))

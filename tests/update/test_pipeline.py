@@ -21,7 +21,7 @@ from tiered_zero.hardware.memory.host_memory import HostArena, StagingPool
 from tiered_zero.hardware.ranks.collectives import Collectives
 from tiered_zero.layout.flat import CUT_NUMEL, ParamSpec, Unit
 from tiered_zero.layout.subgroups import Segment, cut_subgroups
-from tiered_zero.rules.rule import Run, StateField, UpdateRule
+from tiered_zero.rules.rule import Slice, StateField, UpdateRule
 from tiered_zero.rules.state_layout import MasterFormat, Parts, StateLayout
 from tiered_zero.sizes import MIB
 from tiered_zero.update.pipeline import UpdateJob, UpdatePipeline
@@ -49,7 +49,7 @@ class Momentum(UpdateRule):
     def init_state(self, state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]) -> None:
         state["m"].fill_(0.5)
 
-    def update(self, runs: Sequence[Run]) -> None:
+    def update(self, runs: Sequence[Slice]) -> None:
         self._log.append(("update", f"s{len(self.num_runs)}"))
         self.num_runs.append(len(runs))
         for run in runs:
@@ -348,7 +348,7 @@ def test_what_was_prefetched_waits_for_no_write(monkeypatch: pytest.MonkeyPatch)
     job, update = world.job(), world.rule.update
     job.add_unit(world.units[2], COMPLETED)
 
-    def update_and_add(runs: Sequence[Run]) -> None:
+    def update_and_add(runs: Sequence[Slice]) -> None:
         update(runs)
         if not job.has_ended():
             job.add_unit(world.units[0], COMPLETED)
@@ -587,7 +587,7 @@ def test_a_rule_that_raises_gives_every_buffer_back() -> None:
 
     num_calls = [0]
 
-    def fail(runs: Sequence[Run]) -> None:
+    def fail(runs: Sequence[Slice]) -> None:
         num_calls[0] += 1
         raise ZeroDivisionError
 

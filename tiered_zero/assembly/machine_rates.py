@@ -61,16 +61,16 @@ def _update_rate(shares_cores: bool) -> float:
     from tiered_zero.hardware.check import median_rate
     from tiered_zero.hardware.probe import available_host_nbytes
     from tiered_zero.rules.native_rules import AdamRule, open_kernel
-    from tiered_zero.rules.rule import Run
+    from tiered_zero.rules.rule import Slice
 
     numel = min(_UPDATED_NUMEL, available_host_nbytes() // 8 // _UPDATED_NBYTES)
     master, grad = torch.zeros(numel), torch.full((numel,), 1e-3, dtype=torch.bfloat16)
     state = {name: torch.zeros(numel) for name in ("exp_avg", "exp_avg_sq")}
-    run = Run(master=master, grad=grad, state=state, scalars={}, hyper={"lr": 1e-3}, out=master.bfloat16())
+    part = Slice(master=master, grad=grad, state=state, scalars={}, hyper={"lr": 1e-3}, out=master.bfloat16())
     kernel = open_kernel(num_threads=num_kernel_threads(shares_cores=shares_cores))
     try:
         rule = AdamRule(decoupled=True, kernel=kernel)
-        return median_rate(_UPDATED_NBYTES * numel, lambda: rule.update([run]))
+        return median_rate(_UPDATED_NBYTES * numel, lambda: rule.update([part]))
     finally:
         if kernel is not None:
             kernel.close()

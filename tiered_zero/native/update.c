@@ -42,7 +42,7 @@ enum { TZ_AVX2, TZ_AVX512, TZ_NEON, TZ_LEVELS };
 enum { TZ_STATES = 3, TZ_MAX_THREADS = 256 };
 
 /* In elements. TZ_GROUP: the kernels take multiples of it. TZ_BLOCK: what MKL's root takes at once; it stays in the
- * first cache. TZ_LINE: where runs are cut. TZ_FEWEST, TZ_PIECE: the smallest and largest piece that a thread takes.
+ * first cache. TZ_LINE: where slices are cut. TZ_FEWEST, TZ_PIECE: the smallest and largest piece that a thread takes.
  * TZ_AHEAD: how far ahead memory is prefetched; 512 was the best of 0 to 1024, and 6% faster than 0 (Zen 5). */
 enum { TZ_GROUP = 16, TZ_BLOCK = 256, TZ_LINE = 64, TZ_FEWEST = 4 << 10, TZ_PIECE = 64 << 10, TZ_AHEAD = 512 };
 enum { TZ_SHARED = 32 }; /* 8-bit moments that share one scale */
@@ -62,7 +62,7 @@ struct tz_hyper {
 
 /* A range of elements. master: float; with TZ_REMAINDER (only Adam) the int16 low halves, and `out` the high halves.
  * out: else a copy of the new master, as out_type; NULL for none. */
-struct tz_run {
+struct tz_slice {
     void *master;
     const void *grad;
     void *out;
@@ -120,7 +120,7 @@ typedef float tz_eight __attribute__((vector_size(32)));
 #include "update_kernel.h"
 #endif
 
-typedef void tz_advance(const struct tz_run *, int64_t, int64_t, tz_root *);
+typedef void tz_advance(const struct tz_slice *, int64_t, int64_t, tz_root *);
 typedef float tz_receive(const struct tz_copy *, int);
 typedef void tz_carry(const struct tz_copy *, int64_t, int64_t);
 typedef void tz_convert(const struct tz_moments *, int64_t, int64_t);
@@ -181,19 +181,19 @@ static inline void restore_denormals(unsigned before) {
 #endif
 }
 
-/* ---- Updates: the runs, laid end to end, are cut into equal pieces; inside a run, at multiples of TZ_LINE. ---- */
+/* ---- Updates: slices, laid end to end, are cut into equal pieces; inside a slice, at multiples of TZ_LINE. ---- */
 
 struct update {
-    const struct tz_run *runs;
-    int64_t num_runs, piece;
-    const int64_t *starts; /* of each run when all are laid end to end; then the end of the last */
+    const struct tz_slice *slices;
+    int64_t num_slices, piece;
+    const int64_t *starts; /* of each slice when all are laid end to end; then the end of the last */
     int level;
     tz_root *root;
     tz_set_threads *set_threads;
 };
 
-/* Update the last n elements of a run, fewer than TZ_GROUP, by the same code in a padded copy. */
-static void advance_tail(const struct update *u, const struct tz_run *r, int64_t from, int64_t n) {
+/* Update the last n elements of a slice, fewer than TZ_GROUP, by the same code in a padded copy. */
+static void advance_tail(const struct update *u, const struct tz_slice *r, int64_t from, int64_t n) {
     const struct tz_hyper *h = r->hyper;
     __attribute__((aligned(64))) float space[3 + TZ_STATES][TZ_GROUP] = {{0}};
     const void *places[3 + TZ_STATES] = {at(r->master, from, h->master_type), at(r->out, from, h->out_type),
@@ -205,7 +205,7 @@ static void advance_tail(const struct update *u, const struct tz_run *r, int64_t
     }
     for (int k = 0; k < 3 + TZ_STATES; k++)
         if (places[k]) memcpy(space[k], places[k], n * widths[types[k]]);
-    struct tz_run padded = {space[0], space[2], r->out ? space[1] : NULL, {space[3], space[4], space[5]}, TZ_GROUP, h};
+    struct tz_slice padded = {space[0], space[2], r->out ? space[1] : NULL, {space[3], space[4], space[5]}, TZ_GROUP, h};
     kernels[u->level].advance(&padded, 0, TZ_GROUP, u->root);
     for (int k = 0; k < 3 + TZ_STATES; k++)
         if (places[k] && k != 2) memcpy((void *)places[k], space[k], n * widths[types[k]]);
@@ -234,8 +234,8 @@ static void update_piece(void *context, int64_t index) {
     int64_t begin = index * u->piece, end = begin + u->piece;
     unsigned mode = keep_denormals();
     int threads = u->root ? u->set_threads(1) : 0;
-    for (int64_t k = find(u->starts, u->num_runs, begin); k < u->num_runs && u->starts[k] < end; k++) {
-        const struct tz_run *r = &u->runs[k];
+    for (int64_t k = find(u->starts, u->num_slices, begin); k < u->num_slices && u->starts[k] < end; k++) {
+        const struct tz_slice *r = &u->slices[k];
         int64_t from = to_line(begin - u->starts[k], r->numel), to = to_line(end - u->starts[k], r->numel);
         int64_t whole = to - (to - from) % TZ_GROUP;
         if (from < whole) kernels[u->level].advance(r, from, whole, u->root);
@@ -245,21 +245,21 @@ static void update_piece(void *context, int64_t index) {
     restore_denormals(mode);
 }
 
-/* Update every run. root, set_threads: MKL's functions, for runs with TZ_TORCH_ROOT; both NULL without MKL. Return 0;
- * -1: no memory, nothing was done; -2: the level was not compiled in. */
-API int tz_update_batch(struct tz_pool *pool, const struct tz_run *runs, int64_t num_runs, int level, tz_root *root,
-                        tz_set_threads *set_threads) {
+/* Update every slice. root, set_threads: MKL's functions, for slices with TZ_TORCH_ROOT; both NULL without MKL.
+ * Return 0; -1: no memory, nothing was done; -2: the level was not compiled in. */
+API int tz_update_batch(struct tz_pool *pool, const struct tz_slice *slices, int64_t num_slices, int level,
+                        tz_root *root, tz_set_threads *set_threads) {
     if (!was_compiled(level)) return -2;
-    int64_t *starts = malloc((num_runs + 1) * sizeof *starts), total = 0;
+    int64_t *starts = malloc((num_slices + 1) * sizeof *starts), total = 0;
     if (!starts) return -1;
-    for (int64_t i = 0; i < num_runs; i++) {
+    for (int64_t i = 0; i < num_slices; i++) {
         starts[i] = total;
-        total += runs[i].numel;
+        total += slices[i].numel;
     }
-    starts[num_runs] = total;
+    starts[num_slices] = total;
     int64_t piece = total / (4 * (pool->max_workers + 1));
     piece = to_line(piece < TZ_FEWEST ? TZ_FEWEST : piece, TZ_PIECE);
-    struct update update = {runs, num_runs, piece, starts, level, root, set_threads};
+    struct update update = {slices, num_slices, piece, starts, level, root, set_threads};
     run(pool, update_piece, &update, (total + piece - 1) / piece);
     free(starts);
     return 0;

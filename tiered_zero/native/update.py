@@ -21,7 +21,7 @@ LEVELS = {"avx512": 1, "avx2": 0, "neon": 2}
 NUM_FREE_CORES = 2
 """The number of cores left to the lanes and the driver thread, which launches compute, if an accelerator computes."""
 
-ADDRESSES_PER_RUN = 8
+ADDRESSES_PER_SLICE = 8
 """The number of 64-bit numbers in a row of the table for `UpdateKernel.update`."""
 
 
@@ -57,7 +57,7 @@ class Flag(enum.IntFlag):
 
 
 class Hyper(ctypes.Structure):
-    """The numbers of one step, equal for all elements of a run (a range of elements): struct tz_hyper of update.c."""
+    """The numbers of one step, equal for all elements of a slice: struct tz_hyper of update.c."""
 
     _fields_ = struct_fields(
         (ctypes.c_int32, "rule flags grad_type master_type out_type state_type"),
@@ -123,12 +123,15 @@ class UpdateKernel:
         self._end = weakref.finalize(self, self._library.tz_pool_close, self._pool)
         self._end.atexit = False  # exit ends the threads, and a last update may still run
 
-    def update(self, table: int, num_runs: int) -> None:
-        """Take one optimizer step on `num_runs` runs. `table`: the address of a table with one row for each run. A row
-        has ADDRESSES_PER_RUN 64-bit numbers: the addresses of master, gradient, out (or 0) and three state arrays (or
-        0), the number of elements, and the address of the run's `Hyper`. Addresses must be valid during the call."""
+    def update(self, table: int, num_slices: int) -> None:
+        """Take one optimizer step on `num_slices` slices. `table`: the address of a table with one row for each slice.
+        A row has ADDRESSES_PER_SLICE 64-bit numbers: the addresses of master, gradient, out (or 0) and three state
+        arrays (or 0), the number of elements, and the address of the slice's `Hyper`. Addresses must be valid during
+        the call."""
         self._check(
-            self._library.tz_update_batch(self._pool, table, num_runs, LEVELS[self.level], *(self.root or (None, None)))
+            self._library.tz_update_batch(
+                self._pool, table, num_slices, LEVELS[self.level], *(self.root or (None, None))
+            )
         )
 
     def square_roots(self, values: int, roots: int, numel: int, flags: Flag) -> None:
@@ -163,7 +166,7 @@ class UpdateKernel:
 
     def _check(self, status: int) -> None:
         if status == -1:
-            raise MemoryError("no memory for the update kernel's table of runs; nothing was updated")
+            raise MemoryError("no memory for the update kernel's table of slices; nothing was updated")
         assert status == 0, f"update kernel: status {status} at level {self.level}"
 
 

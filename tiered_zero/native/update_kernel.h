@@ -164,7 +164,7 @@ KERNEL void store(void *base, int64_t i, int type, vf x) {
 
 /* TZ_REMAINDER, for Adam alone: the master is (out << 16) + the signed 16-bit remainder + the mark, 0 or 0x10000.
  * The mark is the sign bit of the second moment, which is never negative: see rules/state_layout.py. */
-KERNEL vu load_mark(const struct tz_run *r, int64_t i) {
+KERNEL vu load_mark(const struct tz_slice *r, int64_t i) {
     if (r->hyper->state_type == TZ_F32) {
         vu bits;
         memcpy(&bits, (const uint32_t *)r->state[1] + i, sizeof bits);
@@ -175,7 +175,7 @@ KERNEL vu load_mark(const struct tz_run *r, int64_t i) {
     return (__builtin_convertvector(half, vu) << 1) & 0x10000;
 }
 
-KERNEL void store_mark(const struct tz_run *r, int64_t i, vu mark) {
+KERNEL void store_mark(const struct tz_slice *r, int64_t i, vu mark) {
     if (r->hyper->state_type == TZ_F32) {
         vu bits;
         memcpy(&bits, (const uint32_t *)r->state[1] + i, sizeof bits);
@@ -189,7 +189,7 @@ KERNEL void store_mark(const struct tz_run *r, int64_t i, vu mark) {
     memcpy((uint16_t *)r->state[1] + i, &half, sizeof half);
 }
 
-KERNEL vf load_master(const struct tz_run *r, int64_t i) {
+KERNEL vf load_master(const struct tz_slice *r, int64_t i) {
     if (r->hyper->master_type == TZ_F32) return load(r->master, i, TZ_F32);
     vh high, low;
     memcpy(&high, (const uint16_t *)r->out + i, sizeof high);
@@ -198,7 +198,7 @@ KERNEL vf load_master(const struct tz_run *r, int64_t i) {
     return (vf)((__builtin_convertvector(high, vu) << 16) + ((wide ^ 0x8000) - 0x8000) + load_mark(r, i));
 }
 
-KERNEL void store_master(const struct tz_run *r, int64_t i, vf x) {
+KERNEL void store_master(const struct tz_slice *r, int64_t i, vf x) {
     if (r->hyper->master_type == TZ_F32) {
         store(r->master, i, TZ_F32, x);
         if (r->out) store(r->out, i, r->hyper->out_type, x);
@@ -212,7 +212,7 @@ KERNEL void store_master(const struct tz_run *r, int64_t i, vf x) {
 }
 
 /* Return the gradient for the rule: as float, times grad_scale, negated with TZ_MAXIMIZE, plus L2 decay. */
-KERNEL vf load_gradient(const struct tz_run *r, int64_t i) {
+KERNEL vf load_gradient(const struct tz_slice *r, int64_t i) {
     const struct tz_hyper *h = r->hyper;
     vf g = load(r->grad, i, h->grad_type) * h->grad_scale;
     if (h->flags & TZ_MAXIMIZE) g = -g;
@@ -220,7 +220,7 @@ KERNEL vf load_gradient(const struct tz_run *r, int64_t i) {
     return g;
 }
 
-KERNEL void store_state(const struct tz_run *r, int which, int64_t i, vf x) {
+KERNEL void store_state(const struct tz_slice *r, int which, int64_t i, vf x) {
     if (r->hyper->state_type == TZ_F32) {
         store(r->state[which], i, TZ_F32, x);
         return;
@@ -238,7 +238,7 @@ KERNEL vf lerp(vf from, vf to, float weight) {
 KERNEL vf larger(vf a, vf b) { return (vf)choose((a > b) | (a != a), (vu)a, (vu)b); }
 
 /* Adam and Adagrad, part 1: update the state. Return the dividend; set `under` to the number under the square root. */
-KERNEL vf accumulate(const struct tz_run *r, int64_t i, vf *under) {
+KERNEL vf accumulate(const struct tz_slice *r, int64_t i, vf *under) {
     const struct tz_hyper *h = r->hyper;
     vf g = load_gradient(r, i), top = g, sum;
     if (h->rule == TZ_ADAM) {
@@ -263,13 +263,13 @@ KERNEL vf accumulate(const struct tz_run *r, int64_t i, vf *under) {
 }
 
 /* Adam and Adagrad, part 2: update the master. `above`: the dividend. */
-KERNEL void divide(const struct tz_run *r, int64_t i, vf above, vf root) {
+KERNEL void divide(const struct tz_slice *r, int64_t i, vf above, vf root) {
     const struct tz_hyper *h = r->hyper;
     store_master(r, i, load_master(r, i) * h->decay + above / (root / h->root2 + h->eps));
 }
 
 /* Update elements [from, to) by SGD or Lion, which need no square root. */
-KERNEL void descend(const struct tz_run *r, int64_t from, int64_t to) {
+KERNEL void descend(const struct tz_slice *r, int64_t from, int64_t to) {
     const struct tz_hyper *h = r->hyper;
     for (int64_t i = from; i < to; i += LANES) {
         vf p = load_master(r, i), g = load_gradient(r, i);
@@ -307,7 +307,7 @@ TARGET static void NAME(extract)(const float *values, float *roots, int64_t nume
 }
 
 /* Update elements [from, to) with MKL's root, which takes arrays: one block at a time. */
-KERNEL void advance_blocks(const struct tz_run *r, int64_t from, int64_t to, tz_root *torch_root) {
+KERNEL void advance_blocks(const struct tz_slice *r, int64_t from, int64_t to, tz_root *torch_root) {
     __attribute__((aligned(64))) float above[TZ_BLOCK], under[TZ_BLOCK], root[TZ_BLOCK];
     for (int64_t begin = from; begin < to; begin += TZ_BLOCK) {
         int64_t end = begin + TZ_BLOCK < to ? begin + TZ_BLOCK : to;
@@ -324,7 +324,7 @@ KERNEL void advance_blocks(const struct tz_run *r, int64_t from, int64_t to, tz_
 }
 
 /* Prefetch what the loop reads next of each array; a processor's own prefetcher starts anew at each page. */
-KERNEL void prefetch(const struct tz_run *r, int64_t i) {
+KERNEL void prefetch(const struct tz_slice *r, int64_t i) {
     const struct tz_hyper *h = r->hyper;
     __builtin_prefetch(at(r->grad, i, h->grad_type), 0);
     __builtin_prefetch(at(r->master, i, h->master_type), 1);
@@ -332,10 +332,10 @@ KERNEL void prefetch(const struct tz_run *r, int64_t i) {
         if (r->state[k]) __builtin_prefetch(at(r->state[k], i, h->state_type), 1);
 }
 
-/* Update elements [from, to) of one run; their number is a multiple of TZ_GROUP. */
-TARGET static void NAME(advance)(const struct tz_run *run, int64_t from, int64_t to, tz_root *torch_root) {
-    const struct tz_hyper hyper = *run->hyper; /* copies that no store can alias: they stay in registers */
-    struct tz_run local = *run, *const r = &local;
+/* Update elements [from, to) of one slice; their number is a multiple of TZ_GROUP. */
+TARGET static void NAME(advance)(const struct tz_slice *slice, int64_t from, int64_t to, tz_root *torch_root) {
+    const struct tz_hyper hyper = *slice->hyper; /* copies that no store can alias: they stay in registers */
+    struct tz_slice local = *slice, *const r = &local;
     local.hyper = &hyper;
     if (hyper.rule == TZ_SGD || hyper.rule == TZ_LION)
         descend(r, from, to);

@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from tiered_zero.errors import InternalError, ModelError
 from tiered_zero.native import find_library, why_missing
 from tiered_zero.native.update import (
-    ADDRESSES_PER_RUN,
+    ADDRESSES_PER_SLICE,
     Dtype,
     Flag,
     Hyper,
@@ -45,7 +45,7 @@ from tiered_zero.native.update import (
     UpdateKernel,
     supported_levels,
 )
-from tiered_zero.rules.rule import Run, StateField, UpdateRule, batches, packed
+from tiered_zero.rules.rule import Slice, StateField, UpdateRule, batches, packed
 from tiered_zero.rules.state_layout import join_master, round_randomly, split_master
 from tiered_zero.rules.torch_rule import ELEMENTWISE, TorchRule
 
@@ -77,8 +77,8 @@ _LAST = 1 << 13
 _SPECIAL = (0.0, -0.0, -1.0, float("inf"), -float("inf"), float("nan"), 1e-45, 3.4028235e38)
 
 _MISFIT = (
-    "A run was expected to be contiguous arrays of one length in host memory: master float32 (or int16 with a bfloat16 "
-    "out), grad and out float32, bfloat16 or float16, and state as `state_fields` says."
+    "A slice was expected to be contiguous arrays of one length in host memory: master float32 (or int16 with a "
+    "bfloat16 out), grad and out float32, bfloat16 or float16, and state as `state_fields` says."
 )
 _ROUNDS_OTHERWISE = (
     "The native kernel rounds otherwise than this torch does on this processor, so fp32 gradients take torch's own "
@@ -88,17 +88,18 @@ _ROUNDS_OTHERWISE = (
 
 @dataclass(frozen=True, kw_only=True)
 class _Batch:
-    """Runs that the kernel steps with the same factors."""
+    """Slices that the kernel steps with the same factors."""
 
-    runs: list[Run]
-    table: numpy.ndarray[Any, Any]  # a row per run: the addresses of its arrays and of `hyper`
+    slices: list[Slice]
+    table: numpy.ndarray[Any, Any]  # a row per slice: the addresses of its arrays and of `hyper`
     hyper: Hyper  # the factors
-    scalars: dict[str, Any]  # of each run after the step
+    scalars: dict[str, Any]  # of each slice after the step
 
 
 class NativeRule(UpdateRule):
-    """An elementwise rule whose runs are stepped by the native kernel on the CPU. Torch steps a run instead if the run
-    is on another device, if there is no kernel, or if the gradient is fp32 and the kernel does not round as torch does.
+    """An elementwise rule whose slices are stepped by the native kernel on the CPU. Torch steps a slice instead if the
+    slice is on another device, if there is no kernel, or if the gradient is fp32 and the kernel does not round as torch
+    does.
 
     Masters are fp32, or int16 remainders if the rule has an `unsigned_field` ([Note: bf16 and remainder]). State arrays
     are fp32, or bf16 with stochastic rounding. Scalars are those of TorchRule, with the step count as a plain
@@ -114,7 +115,7 @@ class NativeRule(UpdateRule):
 
     def __init__(self, kernel: UpdateKernel | None, state_dtype: torch.dtype = torch.float32, **options: Any) -> None:
         """Make the rule, and test whether the kernel gives torch's bits. `kernel`: the native kernel; None: torch makes
-        every step. `options`: arguments of the optimizer class, used for values that `Run.hyper` lacks. Raises
+        every step. `options`: arguments of the optimizer class, used for values that `Slice.hyper` lacks. Raises
         ModelError for a state dtype other than float32 and bfloat16."""
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise ModelError(f"Optimizer state in float32 or bfloat16 was expected; found {state_dtype}.")
@@ -185,28 +186,28 @@ class NativeRule(UpdateRule):
     ) -> dict[str, Any]:
         return self._own_scalars(self._reference.import_state(values, state, self._completed(hyper)))
 
-    def update(self, runs: Sequence[Run]) -> None:
-        """Make one step on every run. Raises InternalError, with nothing written, for arrays whose lengths, dtypes or
+    def update(self, slices: Sequence[Slice]) -> None:
+        """Make one step on every slice. Raises InternalError, with nothing written, for arrays whose lengths, dtypes or
         memory the kernel cannot take."""
-        alike: dict[Hashable, list[Run]] = {}
-        for run in runs:
-            alike.setdefault(self.kind_of(run), []).append(run)
-        tables = [self._pack(group) for group in alike.values() if self._runs_natively(group[0])]
+        alike: dict[Hashable, list[Slice]] = {}
+        for part in slices:
+            alike.setdefault(self.kind_of(part), []).append(part)
+        tables = [self._pack(group) for group in alike.values() if self._steps_natively(group[0])]
         if tables and self.kernel:
             table = numpy.concatenate([batch.table for batch in tables])
             self.kernel.update(table.ctypes.data, len(table))
         for batch in tables:
-            for run in batch.runs:
-                run.scalars = dict(batch.scalars)
+            for part in batch.slices:
+                part.scalars = dict(batch.scalars)
         for group in alike.values():
-            if not self._runs_natively(group[0]):
+            if not self._steps_natively(group[0]):
                 self._update_by_torch(group)
 
-    def kind_of(self, run: Run) -> Hashable:
-        """Return a key for grouping runs. Runs with equal keys have the same options, step count, gradient scale and
-        dtypes, and are stepped together."""
-        dtypes = run.master.dtype, run.grad.dtype, None if run.out is None else run.out.dtype
-        return id(run.hyper), self._phase(run.scalars), run.grad_scale, run.master.is_cpu, run.grad.is_cpu, dtypes
+    def kind_of(self, part: Slice) -> Hashable:
+        """Return a key for grouping slices. Slices with equal keys have the same options, step count, gradient scale
+        and dtypes, and are stepped together."""
+        dtypes = part.master.dtype, part.grad.dtype, None if part.out is None else part.out.dtype
+        return id(part.hyper), self._phase(part.scalars), part.grad_scale, part.master.is_cpu, part.grad.is_cpu, dtypes
 
     def announce(self) -> None:
         """Log that the kernel computes the update, or warn that torch replaces it."""
@@ -219,16 +220,16 @@ class NativeRule(UpdateRule):
         if not self.torch_bits:
             _LOG.warning("%s: %s", self.name, _ROUNDS_OTHERWISE)
 
-    def _runs_natively(self, run: Run) -> bool:
-        if self.kernel is None or not run.master.is_cpu or not run.grad.is_cpu:
+    def _steps_natively(self, part: Slice) -> bool:
+        if self.kernel is None or not part.master.is_cpu or not part.grad.is_cpu:
             return False
-        return self.torch_bits or run.grad.dtype is not torch.float32
+        return self.torch_bits or part.grad.dtype is not torch.float32
 
-    def _pack(self, runs: list[Run]) -> _Batch:
-        """Make a batch for the kernel from `runs`: check their arrays, and write the addresses into a table. `kind_of`
-        is equal for all `runs`. Raises InternalError if the kernel cannot take the arrays, and ModelError if the step
-        needs state arrays that were not planned."""
-        first = runs[0]
+    def _pack(self, slices: list[Slice]) -> _Batch:
+        """Make a batch for the kernel from `slices`: check their arrays, and write the addresses into a table.
+        `kind_of` is equal for all `slices`. Raises InternalError if the kernel cannot take the arrays, and ModelError
+        if the step needs state arrays that were not planned."""
+        first = slices[0]
         values = self._completed(first.hyper)
         hyper = self._kernel_hyper(values, first.scalars)
         try:
@@ -238,14 +239,14 @@ class NativeRule(UpdateRule):
             raise InternalError(_MISFIT) from None
         names = self._array_names(values)
         self.refuse_unplanned(names, first.state)
-        states = [[run.state[name] for run in runs] for name in names]
+        states = [[part.state[name] for part in slices] for name in names]
         hyper.state_type, hyper.grad_scale = _DTYPES[self.state_dtype], first.grad_scale
         if first.grad.dtype is torch.float32:
             hyper.flags |= self._root_flag
 
-        outs = [run.out for run in runs if run.out is not None]
-        # Column by column: with 10,000 small runs each microsecond counts.
-        columns = [list(map(_MASTER, runs)), list(map(_GRAD, runs)), outs, *states]
+        outs = [part.out for part in slices if part.out is not None]
+        # Column by column: with 10,000 small slices each microsecond counts.
+        columns = [list(map(_MASTER, slices)), list(map(_GRAD, slices)), outs, *states]
         numels = list(map(torch.Tensor.numel, columns[0]))
         lengths = [list(map(torch.Tensor.numel, column)) for column in columns if column]
         if (
@@ -258,32 +259,32 @@ class NativeRule(UpdateRule):
         ):
             raise InternalError(_MISFIT)
 
-        table = numpy.zeros((len(runs), ADDRESSES_PER_RUN), numpy.uint64)
+        table = numpy.zeros((len(slices), ADDRESSES_PER_SLICE), numpy.uint64)
         for index, column in enumerate(columns):
             if column:
                 table[:, index] = list(map(torch.Tensor.data_ptr, column))
         table[:, -2] = numels
         table[:, -1] = ctypes.addressof(hyper)
-        return _Batch(runs=runs, table=table, hyper=hyper, scalars=self._next_scalars(values, first.scalars))
+        return _Batch(slices=slices, table=table, hyper=hyper, scalars=self._next_scalars(values, first.scalars))
 
-    def _update_by_torch(self, runs: Sequence[Run]) -> None:
-        """Step `runs` with torch's own code instead of the kernel. All runs have the same `kind_of`. If masters or
+    def _update_by_torch(self, slices: Sequence[Slice]) -> None:
+        """Step `slices` with torch's own code instead of the kernel. All slices have the same `kind_of`. If masters or
         state are not fp32, step fp32 copies."""
-        first = runs[0]
+        first = slices[0]
         hyper = self._completed(first.hyper)
         self.refuse_unplanned(self._array_names(hyper), first.state)
         scalars = self._reference_scalars(hyper, first.scalars)
         if first.master.dtype is not torch.int16 and self.state_dtype is torch.float32:
-            self._reference.update([replace(run, scalars=scalars, hyper=hyper) for run in runs])
+            self._reference.update([replace(part, scalars=scalars, hyper=hyper) for part in slices])
         else:
-            for batch in batches(runs):
+            for batch in batches(slices):
                 with packed(batch) as kept:
                     self._update_copies(kept, hyper, scalars)
-        for run in runs:
-            run.scalars = self._next_scalars(hyper, run.scalars)
+        for part in slices:
+            part.scalars = self._next_scalars(hyper, part.scalars)
 
-    def _update_copies(self, kept: Run, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> None:
-        """Step fp32 copies of a run with int16 masters or bf16 state, and convert the results back."""
+    def _update_copies(self, kept: Slice, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> None:
+        """Step fp32 copies of a slice with int16 masters or bf16 state, and convert the results back."""
         joined, lossy = kept.master.dtype is torch.int16, self.state_dtype is not torch.float32
         seed = self._kernel_hyper(hyper, kept.scalars).seed
         state = {name: array.float() for name, array in kept.state.items()}
@@ -319,8 +320,8 @@ class NativeRule(UpdateRule):
         return _torch_bits[key]
 
     def _steps_agree(self, hyper: Mapping[str, Any]) -> bool:
-        """Step the same random runs with the kernel and with torch. Return whether all results are equal."""
-        ours, theirs = self._trial_runs(hyper), self._trial_runs(hyper)
+        """Step the same random slices with the kernel and with torch. Return whether all results are equal."""
+        ours, theirs = self._trial_slices(hyper), self._trial_slices(hyper)
         self.update(ours)
         self._update_by_torch(theirs)
         # If only one of the two fuses an operation, at least a tenth of all elements differ.
@@ -330,22 +331,22 @@ class NativeRule(UpdateRule):
             for own, other in zip(ours, theirs, strict=True)
         )
 
-    def _trial_runs(self, hyper: Mapping[str, Any]) -> list[Run]:
-        """Make runs of all trial lengths. Every call returns the same random values."""
+    def _trial_slices(self, hyper: Mapping[str, Any]) -> list[Slice]:
+        """Make slices of all trial lengths. Every call returns the same random values."""
         generator = torch.Generator().manual_seed(0)
         numel = sum(_TRIAL_NUMELS)
         values = torch.randn(2, numel, generator=generator, dtype=torch.float32, device="cpu")
         masters, grads = (row.split_with_sizes(_TRIAL_NUMELS) for row in values)
         scalars = self._next_scalars(hyper, {})
-        runs = [
-            Run(master=master, grad=grad, state={}, scalars=dict(scalars), hyper=hyper)
+        slices = [
+            Slice(master=master, grad=grad, state={}, scalars=dict(scalars), hyper=hyper)
             for master, grad in zip(masters, grads, strict=True)
         ]
         for field in self.state_fields((numel,), hyper):
             array = torch.rand(numel, generator=generator, dtype=torch.float32, device="cpu").to(field.dtype)
-            for run, part in zip(runs, array.split_with_sizes(_TRIAL_NUMELS), strict=True):
-                run.state[field.name] = part
-        return runs
+            for part, values in zip(slices, array.split_with_sizes(_TRIAL_NUMELS), strict=True):
+                part.state[field.name] = values
+        return slices
 
 
 def open_kernel(num_threads: int | None = None) -> UpdateKernel | None:

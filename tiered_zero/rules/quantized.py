@@ -13,7 +13,7 @@ import torch
 from tiered_zero.layout.subgroups import QUANTIZED_BLOCK_NUMEL
 from tiered_zero.native.update import Moments, UpdateKernel
 from tiered_zero.rules.native_rules import AdamRule
-from tiered_zero.rules.rule import Run, StateField, UpdateRule, batches, packed
+from tiered_zero.rules.rule import Slice, StateField, UpdateRule, batches, packed
 from tiered_zero.rules.state_layout import hash_noise
 
 _CPU_CHUNK_NUMEL = 1 << 19
@@ -59,17 +59,17 @@ class QuantizedAdam(UpdateRule):
             for name in names
         ]
 
-    def update(self, runs: Sequence[Run]) -> None:
-        alike: dict[Hashable, list[Run]] = {}
-        for run in runs:
-            alike.setdefault(self._inner.kind_of(run), []).append(run)
+    def update(self, slices: Sequence[Slice]) -> None:
+        alike: dict[Hashable, list[Slice]] = {}
+        for part in slices:
+            alike.setdefault(self._inner.kind_of(part), []).append(part)
         for group in alike.values():
             scalars, scales = group[0].scalars, [name for name in group[0].state if name.endswith(_SCALE)]
             for batch in batches(group, _part, _CPU_CHUNK_NUMEL):
-                with packed(batch, QUANTIZED_BLOCK_NUMEL, scales) as packed_run:
-                    scalars = self._update_chunk(packed_run)
-            for run in group:
-                run.scalars = dict(scalars)
+                with packed(batch, QUANTIZED_BLOCK_NUMEL, scales) as joined:
+                    scalars = self._update_chunk(joined)
+            for part in group:
+                part.scalars = dict(scalars)
 
     def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> dict[str, Any]:
         return self._inner.first_state(shape, hyper)
@@ -101,7 +101,7 @@ class QuantizedAdam(UpdateRule):
     def announce(self) -> None:
         self._inner.announce()
 
-    def _update_chunk(self, chunk: Run) -> dict[str, Any]:
+    def _update_chunk(self, chunk: Slice) -> dict[str, Any]:
         """Step a chunk through fp32 copies of its moments. Return the chunk's new scalars."""
         kernel = self.kernel if chunk.master.is_cpu else None
         arrays = {
@@ -127,12 +127,12 @@ class QuantizedAdam(UpdateRule):
         return kept[:numel]
 
 
-def _part(run: Run, start: int, stop: int) -> Run:
-    """Return the elements [start, stop) of `run` with their scales. `start` must be the first element of a block."""
+def _part(part: Slice, start: int, stop: int) -> Slice:
+    """Return the elements [start, stop) of `part` with their scales. `start` must be the first element of a block."""
     blocks = slice(start // QUANTIZED_BLOCK_NUMEL, -(-stop // QUANTIZED_BLOCK_NUMEL))
-    part = run.part(start, stop)
-    part.state |= {name: array[blocks] for name, array in run.state.items() if name.endswith(_SCALE)}
-    return part
+    found = part.cut(start, stop)
+    found.state |= {name: array[blocks] for name, array in part.state.items() if name.endswith(_SCALE)}
+    return found
 
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, kernel: UpdateKernel | None) -> None:

@@ -1,4 +1,4 @@
-"""Define the interface of update rules: the state of a parameter, and the step of a run (a slice of master weights)."""
+"""Define the interface of update rules: the state of a parameter, and the step of a slice of master weights."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ temporary memory."""
 
 @dataclass(frozen=True, kw_only=True)
 class StateField:
-    """Describes one array of a run's optimizer state."""
+    """Describes one array of a slice's optimizer state."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    block_numel: int = 1  # elements of the run for each element of the array; more than 1 for scales of 8 bits
+    block_numel: int = 1  # elements of the slice for each element of the array; more than 1 for scales of 8 bits
     stride: tuple[int, ...] | None = None  # in memory; None: row-major
 
     @cached_property
@@ -39,7 +39,7 @@ class StateField:
 
 
 @dataclass(kw_only=True)
-class Run:
+class Slice:
     """One slice of master weights with its gradient and state: the input of one update.
 
     For an elementwise rule the arrays are [n], and the slice may start and end anywhere and span several parameters.
@@ -54,8 +54,8 @@ class Run:
     out: torch.Tensor | None = None  # the 16-bit parameter to write
     grad_scale: float = 1.0  # unscales and clips the gradient; 1.0 leaves its bits unchanged
 
-    def part(self, start: int, stop: int) -> Run:
-        """Return the elements [start, stop) as a run of views. Only for elementwise rules."""
+    def cut(self, start: int, stop: int) -> Slice:
+        """Return the elements [start, stop) as a slice of views. Only for elementwise rules."""
         part = slice(start, stop)
         state = {name: array[part] for name, array in self.state.items()}
         out = None if self.out is None else self.out[part]
@@ -63,12 +63,12 @@ class Run:
 
 
 class UpdateRule(ABC):
-    """Makes optimizer steps on runs (slices of master weights). Called on one thread at a time."""
+    """Makes optimizer steps on slices of master weights. Called on one thread at a time."""
 
     name: str
     elementwise: bool
-    """Whether element i of each output depends only on element i of the inputs. Runs may then be cut anywhere. With
-    8-bit state, element i depends on its whole block, and runs may be cut only between blocks."""
+    """Whether element i of each output depends only on element i of the inputs. Slices may then be cut anywhere.
+    With 8-bit state, element i depends on its whole block, and slices may be cut only between blocks."""
 
     unsigned_field: str | None = None
     """The name of a state array without negative values; None: the rule has none. The sign bits of this array may store
@@ -79,7 +79,7 @@ class UpdateRule(ABC):
 
     temporaries: int = 4
     """The largest number of temporary fp32 arrays in a step on an accelerator. Each array is as long as all stepped
-    runs together. Copies of state and gradients are not counted. No torch class needs more than 4."""
+    slices together. Copies of state and gradients are not counted. No torch class needs more than 4."""
 
     kernel: UpdateKernel | None = None
     """The native kernel. It computes updates on the CPU, and gradient norms. None: torch's operations compute the
@@ -87,11 +87,11 @@ class UpdateRule(ABC):
 
     @abstractmethod
     def state_fields(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> list[StateField]:
-        """Describe the state arrays of a run of `shape`. Raises ModelError if the class cannot step one parameter at a
-        time."""
+        """Describe the state arrays of a slice of `shape`. Raises ModelError if the class cannot step one parameter at
+        a time."""
 
     def init_state(self, state: Mapping[str, torch.Tensor], hyper: Mapping[str, Any]) -> None:
-        """Set a run's state arrays, which are zero before, to their initial values. Called before the first step."""
+        """Set a slice's state arrays, which are zero before, to their initial values. Called before the first step."""
         return
 
     def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class UpdateRule(ABC):
         return {name: value for name, value in values.items() if name not in state}
 
     def load_scalars(self, scalars: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert a checkpoint's scalars to `Run.scalars`. Another rule for the same optimizer may have written them.
+        """Convert a checkpoint's scalars to `Slice.scalars`. Another rule for the same optimizer may have written them.
         Raises TypeError, ValueError or KeyError if they are invalid."""
         return dict(scalars)
 
@@ -143,24 +143,25 @@ class UpdateRule(ABC):
         return
 
     @abstractmethod
-    def update(self, runs: Sequence[Run]) -> None:
-        """Make one optimizer step on every run: change `master`, `state` and `out` in place, and replace `scalars`."""
+    def update(self, slices: Sequence[Slice]) -> None:
+        """Make one optimizer step on every slice: change `master`, `state` and `out` in place, and replace
+        `scalars`."""
 
 
 def batches(
-    runs: Sequence[Run], cut: Callable[[Run, int, int], Run] = Run.part, cpu_numel: int = _CPU_CHUNK_NUMEL
-) -> Iterator[list[Run]]:
-    """Yield `runs`, all with the same hyperparameters, in batches of limited size. On the CPU a batch is one run of at
-    most `cpu_numel` elements. `cut(run, start, stop)` returns a part of a run that is too long."""
-    on_cpu = runs[0].master.is_cpu
-    most_numel = cpu_numel if on_cpu else _DEVICE_CHUNK_NUMEL  # on the CPU one run, to fit into the cache
-    batch: list[Run] = []
+    slices: Sequence[Slice], cut: Callable[[Slice, int, int], Slice] = Slice.cut, cpu_numel: int = _CPU_CHUNK_NUMEL
+) -> Iterator[list[Slice]]:
+    """Yield `slices`, all with the same hyperparameters, in batches of limited size. On the CPU a batch is one slice of
+    at most `cpu_numel` elements. `cut(part, start, stop)` returns a part of a slice that is too long."""
+    on_cpu = slices[0].master.is_cpu
+    most_numel = cpu_numel if on_cpu else _DEVICE_CHUNK_NUMEL  # on the CPU one slice, to fit into the cache
+    batch: list[Slice] = []
     room_numel = most_numel
-    for run in runs:
-        numel, start = run.master.numel(), 0
+    for part in slices:
+        numel, start = part.master.numel(), 0
         while start < numel:
             stop = min(start + room_numel, numel)
-            batch.append(cut(run, start, stop) if stop - start < numel else run)
+            batch.append(cut(part, start, stop) if stop - start < numel else part)
             room_numel -= align_up(stop - start, QUANTIZED_BLOCK_NUMEL)
             start = stop
             if on_cpu or not room_numel:
@@ -171,27 +172,28 @@ def batches(
 
 
 @contextmanager
-def packed(runs: Sequence[Run], block_numel: int = 1, per_block: Collection[str] = ()) -> Iterator[Run]:
-    """A context manager that joins `runs` into one run of copies, and copies its results back after the block. A single
-    run is yielded without a copy. In the joined run each run begins at a multiple of `block_numel`, and gaps are zero.
-    `per_block`: the state arrays with one element per block."""
-    first = runs[0]
-    if len(runs) == 1:
+def packed(slices: Sequence[Slice], block_numel: int = 1, per_block: Collection[str] = ()) -> Iterator[Slice]:
+    """A context manager that joins copies of `slices` to one slice, and copies its results back after the block. A
+    single slice is yielded without a copy. In the joined slice each slice begins at a multiple of `block_numel`, and
+    gaps are zero. `per_block`: the state arrays with one element per block."""
+    first = slices[0]
+    if len(slices) == 1:
         yield first
         return
-    masters = _join([run.master for run in runs], block_numel)
-    grads = _join([run.grad for run in runs], block_numel)
-    outs = None if first.out is None else _join([run.out for run in runs if run.out is not None], block_numel)
+    masters = _join([part.master for part in slices], block_numel)
+    grads = _join([part.grad for part in slices], block_numel)
+    outs = None if first.out is None else _join([part.out for part in slices if part.out is not None], block_numel)
     state = {
-        name: _join([run.state[name] for run in runs], 1 if name in per_block else block_numel) for name in first.state
+        name: _join([part.state[name] for part in slices], 1 if name in per_block else block_numel)
+        for name in first.state
     }
     own = {name: joined for name, (joined, _) in state.items()}
     yield replace(first, master=masters[0], grad=grads[0], state=own, out=None if outs is None else outs[0])
-    torch._foreach_copy_([run.master for run in runs], masters[1])
+    torch._foreach_copy_([part.master for part in slices], masters[1])
     for name, (_, parts) in state.items():
-        torch._foreach_copy_([run.state[name] for run in runs], parts)
+        torch._foreach_copy_([part.state[name] for part in slices], parts)
     if outs is not None:
-        torch._foreach_copy_([run.out for run in runs if run.out is not None], outs[1])
+        torch._foreach_copy_([part.out for part in slices if part.out is not None], outs[1])
 
 
 def _join(arrays: Sequence[torch.Tensor], block_numel: int) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -84,7 +84,7 @@ Parts = Sequence[torch.Tensor]
 class MasterFormat(ABC):
     """Defines how masters are stored in a slot."""
 
-    dtypes: tuple[torch.dtype, ...]  # of the stored arrays: `Run.master` and, if two, the rule's unsigned field
+    dtypes: tuple[torch.dtype, ...]  # of the stored arrays: `Slice.master` and, if two, the rule's unsigned field
     needs_params: bool  # an update reads the old parameters in addition to the slot
     follows_params: bool = False  # an update adopts the parameters that user code has changed
 

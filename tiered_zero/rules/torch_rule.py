@@ -19,7 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from tiered_zero.errors import ModelError
-from tiered_zero.rules.rule import Run, StateField, UpdateRule
+from tiered_zero.rules.rule import Slice, StateField, UpdateRule
 
 State = dict[str, Any]
 Group = dict[str, Any]
@@ -193,28 +193,28 @@ def example_leaf(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def leaves_of(runs: Sequence[Run]) -> list[torch.Tensor]:
-    """Return the masters of `runs` as leaf tensors. The `.grad` of a leaf is its run's gradient in fp32, multiplied by
-    `grad_scale`, which all runs share."""
-    leaves = [run.master.detach().requires_grad_() for run in runs]
-    grads = [run.grad for run in runs]
+def leaves_of(slices: Sequence[Slice]) -> list[torch.Tensor]:
+    """Return the masters of `slices` as leaf tensors. The `.grad` of a leaf is its slice's gradient in fp32, multiplied
+    by `grad_scale`, which all slices share."""
+    leaves = [part.master.detach().requires_grad_() for part in slices]
+    grads = [part.grad for part in slices]
     if any(grad.dtype != torch.float32 for grad in grads):
         floats = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
         torch._foreach_copy_(floats, grads)
         grads = floats
-    if (scale := runs[0].grad_scale) != 1.0:
+    if (scale := slices[0].grad_scale) != 1.0:
         torch._foreach_mul_(grads, scale)
     for leaf, grad in zip(leaves, grads, strict=True):
         leaf.grad = grad
     return leaves
 
 
-def pieces_of(run: Run) -> list[Run]:
-    """Cut the run of an elementwise rule into shorter runs, to limit temporary memory."""
-    on_cpu = run.master.device.type == "cpu"
+def pieces_of(part: Slice) -> list[Slice]:
+    """Cut a slice for an elementwise rule into shorter slices, to limit temporary memory."""
+    on_cpu = part.master.device.type == "cpu"
     # On the CPU temporaries then stay in the cache: on one thread AdamW takes half the time.
     size = max(_CHUNK_NUMEL, _GRAIN_NUMEL * torch.get_num_threads()) if on_cpu else DEVICE_CHUNK_NUMEL
-    return [run.part(start, start + size) for start in range(0, max(1, run.master.numel()), size)]
+    return [part.cut(start, start + size) for start in range(0, max(1, part.master.numel()), size)]
 
 
 @contextmanager
@@ -238,7 +238,7 @@ ELEMENTWISE: set[type[Optimizer]] = {
     torch.optim.ASGD,
     torch.optim.Rprop,
 }
-"""Classes that give the same bits wherever a run is cut, if `fused` is off. Subclasses are not included, because they
+"""Classes that give the same bits wherever a slice is cut, if `fused` is off. Subclasses are not included, because they
 may change the step. rules/native_rules.py adds Lion."""
 
 TEMPORARIES: dict[type[Optimizer], int] = {
@@ -266,9 +266,9 @@ class TorchRule(UpdateRule):
     """Steps with the code of an optimizer's class. Results equal, bit for bit, those of the optimizer with whole fp32
     parameters and gradients.
 
-    A class in ELEMENTWISE gets runs of shape [n], cut anywhere, unless `fused` is set. Any other class gets whole
-    parameters, one at a time, and must update each independently of the others. `Run.state` holds the arrays of the
-    state, and `Run.scalars` all other state."""
+    A class in ELEMENTWISE gets slices of shape [n], cut anywhere, unless `fused` is set. Any other class gets whole
+    parameters, one at a time, and must update each independently of the others. `Slice.state` holds the arrays of
+    the state, and `Slice.scalars` all other state."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         """Make the rule for `optimizer`, which is neither changed nor stepped. Raises ModelError as `refuse_class`
@@ -313,12 +313,12 @@ class TorchRule(UpdateRule):
                 self._fields[key] = self._dry_run(shape, hyper, "cpu")
         return list(self._fields[key])
 
-    def update(self, runs: Sequence[Run]) -> None:
-        """Make one step on every run. Any thread may call this, but only one thread at a time."""
-        for run in runs:
-            self._refuse_options(run.hyper, run.master.device)
+    def update(self, slices: Sequence[Slice]) -> None:
+        """Make one step on every slice. Any thread may call this, but only one thread at a time."""
+        for part in slices:
+            self._refuse_options(part.hyper, part.master.device)
         with torch.no_grad():
-            for batch in self._batches(runs):
+            for batch in self._batches(slices):
                 self._step(batch)
 
     def first_state(self, shape: tuple[int, ...], hyper: Mapping[str, Any]) -> State:
@@ -382,25 +382,25 @@ class TorchRule(UpdateRule):
                 f"{type(error).__name__}: {error}. Load the whole state of such an optimizer."
             ) from error
 
-    def _batches(self, runs: Sequence[Run]) -> Iterator[list[tuple[Run, Run]]]:
-        """Yield lists of (part of a run, the whole run). torch steps all parts of a list in one call."""
+    def _batches(self, slices: Sequence[Slice]) -> Iterator[list[tuple[Slice, Slice]]]:
+        """Yield lists of (piece of a slice, the whole slice). torch steps all pieces of a list in one call."""
         is_known = type(self._optimizer) in ELEMENTWISE
-        waiting: dict[tuple[int, float], list[tuple[Run, Run]]] = {}
-        for run in runs:
-            for piece in pieces_of(run) if self.elementwise else (run,):
+        waiting: dict[tuple[int, float], list[tuple[Slice, Slice]]] = {}
+        for part in slices:
+            for piece in pieces_of(part) if self.elementwise else (part,):
                 # Other classes step one parameter at a time; the CPU gains nothing from one launch for many.
-                if run.master.is_cpu or not is_known:
-                    yield [(piece, run)]
+                if part.master.is_cpu or not is_known:
+                    yield [(piece, part)]
                     continue
-                batch = waiting.setdefault((id(run.hyper), run.grad_scale), [])
+                batch = waiting.setdefault((id(part.hyper), part.grad_scale), [])
                 if batch and sum(each.master.numel() for each, _ in batch) + piece.master.numel() > DEVICE_CHUNK_NUMEL:
                     yield batch
                     batch.clear()
-                batch.append((piece, run))
+                batch.append((piece, part))
         yield from waiting.values()
 
-    def _step(self, batch: Sequence[tuple[Run, Run]]) -> None:
-        """Step pieces of one param group with torch's own code. `batch`: pairs of a piece and the whole `Run` from
+    def _step(self, batch: Sequence[tuple[Slice, Slice]]) -> None:
+        """Step pieces of one param group with torch's own code. `batch`: pairs of a piece and the whole `Slice` from
         which it was cut."""
         pieces = [piece for piece, _ in batch]
         leaves, group = leaves_of(pieces), pieces[0].hyper
@@ -411,26 +411,28 @@ class TorchRule(UpdateRule):
         tracks_group = type(self._optimizer) not in ELEMENTWISE
         afters, changed = advance(self._optimizer, leaves, group, states, tracks_group)
         self._check_group(group, changed)
-        for (piece, run), leaf, after in zip(batch, leaves, afters, strict=True):
+        for (piece, part), leaf, after in zip(batch, leaves, afters, strict=True):
             self._store(piece, leaf, after)
-            run.scalars = piece.scalars  # all pieces were cut before: a run that is cut makes one step
+            part.scalars = piece.scalars  # all pieces were cut before: a slice that is cut makes one step
         if outs := [piece.out for piece in pieces if piece.out is not None]:
             torch._foreach_copy_(outs, [piece.master for piece in pieces if piece.out is not None])
 
-    def _store(self, run: Run, leaf: torch.Tensor, after: State) -> None:
-        """Copy a step's results, the parameter `leaf` and the state `after`, to the arrays of `run` except `out`, and
-        to `run.scalars`."""
+    def _store(self, part: Slice, leaf: torch.Tensor, after: State) -> None:
+        """Copy a step's results, the parameter `leaf` and the state `after`, to the arrays of `part` except `out`,
+        and to `part.scalars`."""
         arrays, scalars = self._split(after)
-        run.scalars = scalars if type(self._optimizer) in ELEMENTWISE else cloned(scalars)  # others may keep references
-        for name, home in run.state.items():
+        part.scalars = (
+            scalars if type(self._optimizer) in ELEMENTWISE else cloned(scalars)
+        )  # others may keep references
+        for name, home in part.state.items():
             if name in arrays:
                 self._write_back(name, arrays.pop(name), home)
             else:
-                run.scalars.setdefault(name, _ABSENT)
-        self.refuse_unplanned(arrays, run.state)
-        if not run.scalars:
-            run.scalars = {_INITIALIZED: True}
-        self._write_back("parameter", leaf, run.master)
+                part.scalars.setdefault(name, _ABSENT)
+        self.refuse_unplanned(arrays, part.state)
+        if not part.scalars:
+            part.scalars = {_INITIALIZED: True}
+        self._write_back("parameter", leaf, part.master)
 
     def _state_of(self, state: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]) -> State:
         absent = {name for name, value in scalars.items() if isinstance(value, str) and value == _ABSENT}
@@ -555,7 +557,7 @@ class TorchRule(UpdateRule):
             rule._optimizer = bare_copy(self._optimizer)
             state = [{found.name: torch.zeros(found.shape, dtype=found.dtype) for found in fields} for _ in starts]
             apart = [
-                Run(master=start.clone(), grad=start, state=arrays, scalars={}, hyper=own)
+                Slice(master=start.clone(), grad=start, state=arrays, scalars={}, hyper=own)
                 for start, arrays in zip(starts, state, strict=True)
             ]
             torch.manual_seed(0)
@@ -563,8 +565,8 @@ class TorchRule(UpdateRule):
             for pair in grads:
                 frozen = copied_group(group)
                 rule.advance_groups([group], [frozen])
-                for run, grad in zip(apart, pair, strict=True):
-                    run.grad, run.hyper = grad.clone(), frozen
+                for part, grad in zip(apart, pair, strict=True):
+                    part.grad, part.hyper = grad.clone(), frozen
                 rule.update(apart)
         pairs = zip(together, apart, strict=True)
         alike = all(torch.equal(a.detach().view(torch.int32), b.master.view(torch.int32)) for a, b in pairs)

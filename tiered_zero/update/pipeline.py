@@ -20,7 +20,7 @@ from tiered_zero.errors import TieredZeroError
 from tiered_zero.hardware.runtime import Runtime
 from tiered_zero.layout.flat import Unit
 from tiered_zero.layout.subgroups import ParamPiece, Segment, SubGroup
-from tiered_zero.rules.rule import Run
+from tiered_zero.rules.rule import Slice
 from tiered_zero.rules.state_layout import StateLayout
 from tiered_zero.rules.torch_rule import copied_group
 from tiered_zero.tiers.step_gradients import GradientSource
@@ -412,7 +412,7 @@ class UpdatePipeline:
             self.runtime.recorder.span("update", "update", f"sub-group {work.layout.subgroup.index}"),
             self._gradients(work, job.gradients) as grads,
         ):
-            self._step_runs(work, job, grads)
+            self._step_slices(work, job, grads)
 
     @contextmanager
     def _gradients(self, work: SubGroupWork, gradients: GradientSource) -> Iterator[list[torch.Tensor]]:
@@ -438,13 +438,13 @@ class UpdatePipeline:
         finally:
             self.runtime.ledger.discharge("device", "gradient_in_flight", nbytes)
 
-    def _step_runs(self, work: SubGroupWork, job: UpdateJob, grads: Sequence[torch.Tensor]) -> None:
+    def _step_slices(self, work: SubGroupWork, job: UpdateJob, grads: Sequence[torch.Tensor]) -> None:
         layout, gradients = work.layout, job.gradients
         scalars = dict(self.view.scalars.of(layout))
         if not self.view.scalars.has_state(layout):
             layout.initialize(work.raw)
             self.view.initialize(layout, work.raw, layout.subgroup.pieces, job.groups)
-        runs: list[Run] = []
+        slices: list[Slice] = []
         stepped: list[list[ParamPiece]] = []
         masters = layout.master(work.raw)
         unstepped: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -460,8 +460,8 @@ class UpdatePipeline:
                     parts = [part[first:last] for part in parts]
                 if not self._rule.elementwise:
                     parts = list(map(pieces[0].param.view, parts))
-                runs.append(
-                    Run(
+                slices.append(
+                    Slice(
                         master=parts[0],
                         grad=parts[1],
                         state=layout.state(work.raw, pieces[0], pieces[-1].stop, views),
@@ -480,15 +480,16 @@ class UpdatePipeline:
                 unstepped.append((master[position:], out[position:]))
         if unstepped:
             layout.masters.copy_unstepped(*zip(*unstepped, strict=True))
-        self._rule.update(runs)
-        for run, pieces in zip(runs, stepped, strict=True):
+        self._rule.update(slices)
+        for one, pieces in zip(slices, stepped, strict=True):
             for piece in pieces:
-                scalars[piece.index] = run.scalars
+                scalars[piece.index] = one.scalars
         self.view.scalars.replace(layout, scalars)
 
     def _spans(self, segment: Segment, gradients: GradientSource, scalars: PieceScalars) -> list[list[ParamPiece]]:
-        """Group the segment's pieces with gradients into lists, one for each `Run`. Neighbours share a list if they are
-        in one param group and share one object of scalars. If the rule is not elementwise, each list has one piece."""
+        """Group the segment's pieces with gradients into lists, one for each `Slice`. Neighbours share a list if they
+        are in one param group and share one object of scalars. If the rule is not elementwise, each list has one
+        piece."""
         spans: list[list[ParamPiece]] = []
         last: ParamPiece | None = None
         for piece in segment.pieces:

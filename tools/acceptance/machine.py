@@ -70,13 +70,13 @@ def _measure_update(site: Site) -> Record:
     """Parameters/s of AdamW over fp32 masters and bf16 gradients, by the kernel of a run if there is one."""
     from tiered_zero.native.update import num_kernel_threads
     from tiered_zero.rules.native_rules import AdamRule, open_kernel
-    from tiered_zero.rules.rule import Run
+    from tiered_zero.rules.rule import Slice
 
     numel = MIB if site.smoke else 64 * MIB
     kernel = open_kernel(num_threads=num_kernel_threads(shares_cores=site.device.type == "cpu"))
     rule = AdamRule(decoupled=True, kernel=kernel)
     master, state = torch.rand(numel), {name: torch.zeros(numel) for name in ("exp_avg", "exp_avg_sq")}
-    run = Run(
+    run = Slice(
         master=master,
         grad=torch.randn(numel).bfloat16(),
         state=state,

@@ -41,7 +41,7 @@ from tiered_zero.native import find_library
 from tiered_zero.native.norms import GradNorm
 from tiered_zero.native.update import Dtype, Hyper, UpdateKernel, supported_levels
 from tiered_zero.rules.native_rules import AdamRule, find_torch_root
-from tiered_zero.rules.rule import Run
+from tiered_zero.rules.rule import Slice
 from tools.bench.record import append_record
 
 NBYTES_PER_PARAMETER = 28
@@ -55,20 +55,20 @@ def build(source: Path, folder: str) -> Path:
     return path
 
 
-def make_runs(numel: int, num_runs: int, grad_dtype: torch.dtype = torch.bfloat16) -> list[Run]:
+def make_slices(numel: int, num_slices: int, grad_dtype: torch.dtype = torch.bfloat16) -> list[Slice]:
     """Runs that cut `numel` elements evenly; each has arrays of its own."""
     hyper = {"lr": 1e-3, "weight_decay": 0.1}
     runs = []
-    for index in range(num_runs):
-        length = numel * (index + 1) // num_runs - numel * index // num_runs
+    for index in range(num_slices):
+        length = numel * (index + 1) // num_slices - numel * index // num_slices
         master, grad = torch.rand(length), torch.randn(length).to(grad_dtype)
         state = {name: torch.zeros(length) for name in ("exp_avg", "exp_avg_sq")}
         out = master.bfloat16() if grad_dtype is torch.bfloat16 else None
-        runs.append(Run(master=master, grad=grad, state=state, scalars={}, hyper=hyper, out=out))
+        runs.append(Slice(master=master, grad=grad, state=state, scalars={}, hyper=hyper, out=out))
     return runs
 
 
-def make_table(rule: AdamRule, runs: list[Run]) -> tuple[numpy.ndarray, Hyper]:
+def make_table(rule: AdamRule, runs: list[Slice]) -> tuple[numpy.ndarray, Hyper]:
     """The kernel's table of alike runs, without the checks that the rule makes; the table points to the hyper."""
     hyper = rule._kernel_hyper({**rule._defaults, **runs[0].hyper}, {})
     hyper.grad_type = hyper.out_type = Dtype.BFLOAT16
@@ -81,7 +81,7 @@ def make_table(rule: AdamRule, runs: list[Run]) -> tuple[numpy.ndarray, Hyper]:
     return numpy.array(rows, numpy.uint64), hyper
 
 
-def whole_update(rule: AdamRule, norms: GradNorm, runs: list[Run]) -> None:
+def whole_update(rule: AdamRule, norms: GradNorm, runs: list[Slice]) -> None:
     """What a step does to gradients that carry a loss scale, of one large run."""
     (run,) = runs
     norm = norms.in_memory([run.grad])[0] / LOSS_SCALE
@@ -94,7 +94,7 @@ def whole_update(rule: AdamRule, norms: GradNorm, runs: list[Run]) -> None:
 class TorchUpdate:
     """The same with torch's operations."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Slice) -> None:
         self.run = run
         self.parameter = torch.nn.Parameter(run.master.clone())
         self.grad = torch.empty_like(run.master)
@@ -154,7 +154,8 @@ def main(arguments: list[str] | None = None) -> dict[str, object]:
     torch.set_num_threads(best.num_threads)
 
     numel = options.numel
-    large, small, fp32 = make_runs(numel, 1), make_runs(numel, options.num_small), make_runs(numel, 1, torch.float32)
+    large, small = make_slices(numel, 1), make_slices(numel, options.num_small)
+    fp32 = make_slices(numel, 1, torch.float32)
     by_torch, (table, _hyper) = TorchUpdate(large[0]), make_table(rule, small)
     a, b, c = (torch.rand(numel // 2, dtype=torch.float64) for _ in range(3))
     addresses = [ctypes.c_void_p(x.data_ptr()) for x in (a, b, c)]
