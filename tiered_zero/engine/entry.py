@@ -177,7 +177,8 @@ class StepCounts:
             )
 
     def begin_step(self, num_uses: int) -> bool:
-        """Begin a `step()`. Return whether it updates the weights. `num_uses`: the pager's count of uses."""
+        """Begin a `step()`. Return whether it updates the weights. `num_uses`: how often the pager has brought units
+        into use so far."""
         used = self.num_backwards and num_uses != self._num_uses  # weights were used after the backward
         self._one_backward_each &= self.num_backwards == 1 and not used  # else no update begins in backward any more
         self.is_accumulating = not self.is_boundary()

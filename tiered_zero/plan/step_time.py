@@ -57,7 +57,7 @@ HIDDEN_STEP times the lower bound."""
 RESOURCES: Final = ("compute", "fetch", "reduce", "update", "disk read", "disk write")
 
 CORES: Final = ("compute", "fetch", "reduce", "update")
-"""The resources that share the cores if the CPU computes."""
+"""The resources whose work runs on the processor's cores, if the CPU is the device."""
 
 RESOURCES_OF: Final = {"host": CORES, "nvme": ("compute", "update", "disk read", "disk write")}
 """Tier -> the resources that are busy with compute or with bytes of this tier. For runs in which an accelerator

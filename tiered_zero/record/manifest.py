@@ -174,8 +174,8 @@ def hashed(pieces: Iterable[Range], memory: memoryview, start: int) -> list[Rang
 
 
 def is_same(kept: Sequence[Range], memory: memoryview, start: int) -> bool:
-    """Return whether writing `memory` at byte `start` would leave the bounds and checksums of the ranges `kept` as they
-    are."""
+    """Return whether `memory` has the checksums of the ranges `kept`, which lie at the same bytes: a write would change
+    nothing. `start`: the first byte of `memory` in the record."""
     pieces = cut(Range(start, start + len(memory), 0, None))
     return [item[:2] for item in kept] == [piece[:2] for piece in pieces] and not any(mismatches(kept, memory, start))
 

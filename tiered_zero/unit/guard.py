@@ -464,8 +464,8 @@ def _fault_in(param: nn.Parameter, used: Sequence[nn.Parameter], function: str) 
 
 
 def _offloaded_in(values: Any) -> Iterator[tuple[nn.Parameter, list[nn.Parameter]]]:
-    """Yield each offloaded parameter in `values`, the arguments of a call, together with a list of all other parameters
-    in `values`. Skip a parameter that is no longer offloaded."""
+    """Yield each parameter in `values`, the arguments of a call, that is offloaded when its turn comes. With it yield a
+    list of all other parameters in `values`."""
     used = list(_parameters_in(values))
     for index, param in enumerate(used):
         if isinstance(param, OffloadedParameter):

@@ -112,8 +112,8 @@ class Collectives:
         """Fill `tensor` with rank `source`'s tensor. Blocks."""
 
     def exchange(self, data: bytes, what: str = "messages", *, kind: str = "") -> list[bytes]:
-        """Return every rank's `data`, of any length, in rank order. Blocks. `kind`: a name for the kind of call; ""
-        stands for `what`. If the ranks' kinds differ, every rank raises RankError."""
+        """Return every rank's `data`, of any length, in rank order. Blocks. `what`: names the call in errors. `kind`: a
+        name that all ranks must pass; else every rank raises RankError. Default: `what`."""
         return [data]
 
     def fail(self, message: str) -> None:
