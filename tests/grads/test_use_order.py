@@ -8,6 +8,23 @@ import pytest
 
 from tiered_zero.grads.reduce import UseOrder
 
+
+class U(int):
+    """A unit with a module of its own."""
+
+    @property
+    def module(self) -> int:
+        return int(self)
+
+
+class Half(U):
+    """One of two units of a module."""
+
+    @property
+    def module(self) -> int:
+        return self // 2
+
+
 ROWS: dict[str, tuple[Sequence[int], Sequence[int], Sequence[list[int]]]] = {
     "a row of units": ([0, 1, 2, 3], [3, 2, 1, 0], [[], [3], [3, 2], [3, 2, 1]]),
     "an embedding that is the head, too": ([0, 1, 2, 0], [0, 2, 1], [[], [], [2]]),
@@ -23,6 +40,7 @@ ROWS: dict[str, tuple[Sequence[int], Sequence[int], Sequence[list[int]]]] = {
 def test_a_unit_is_passed_as_backward_goes_on_to_another(name: str) -> None:
     forward, backward, expected = ROWS[name]
     order = UseOrder()
+    forward, backward = list(map(U, forward)), list(map(U, backward))
     units = sorted(set(forward), reverse=True)
     for step in range(2):
         for index in forward:
@@ -42,8 +60,20 @@ def test_each_micro_batch_and_a_graph_that_runs_twice_pass_their_units() -> None
     order = UseOrder()
     for is_forward in (True, True, False):
         for index in range(3) if is_forward else ():
-            order.note_forward(index)
-        order.begin_backward([2, 1, 0])
+            order.note_forward(U(index))
+        order.begin_backward(list(map(U, (2, 1, 0))))
         for index in (2, 1, 0):
-            order.note_backward(index)
-        assert [order.is_awaited(index) for index in (2, 1, 0)] == [False, False, True]
+            order.note_backward(U(index))
+        assert [order.is_awaited(U(index)) for index in (2, 1, 0)] == [False, False, True]
+
+
+def test_units_of_one_module_take_turns() -> None:
+    order = UseOrder()
+    for index in range(4):
+        order.note_forward(Half(index))
+    order.begin_backward(list(map(Half, (3, 2, 1, 0))))
+    found = []
+    for index in (3, 2, 3, 2, 1, 0):
+        order.note_backward(Half(index))
+        found.append([order.is_awaited(Half(index)) for index in (3, 2)])
+    assert found == [[True, True]] * 4 + [[False, False]] * 2

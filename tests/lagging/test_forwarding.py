@@ -86,21 +86,21 @@ def make_writes_late(patch: pytest.MonkeyPatch, seed: int) -> None:
 def count(patch: pytest.MonkeyPatch) -> dict[str, int]:
     """Count bytes of fetches by where they come from."""
     found = {"disk": 0, "buffers": 0}
-    read, forward_to = SwapStore.read, UnitUpdate.forward_to
+    read, begin_copies = SwapStore.read, UnitUpdate.begin_copies
 
     def counted_read(self: SwapStore, record: Any, into: memoryview, offset: int = 0, *, urgent: bool = False):
         found["disk"] += into.nbytes * urgent
         return read(self, record, into, offset, urgent=urgent)
 
-    def counted_forward_to(self: UnitUpdate, target: Any, start_copy: Any):
+    def counted_begin(self: UnitUpdate, target: Any, start_copy: Any):
         def counted_copy(part: Any, source: Any) -> Transfer:
             found["buffers"] += part.numel()
             return start_copy(part, source)
 
-        return forward_to(self, target, counted_copy)
+        return begin_copies(self, target, counted_copy)
 
     patch.setattr(SwapStore, "read", counted_read)
-    patch.setattr(UnitUpdate, "forward_to", counted_forward_to)
+    patch.setattr(UnitUpdate, "begin_copies", counted_begin)
     return found
 
 
@@ -179,7 +179,7 @@ def goes_on(device: LaggingDevice, name: str, planted: bool, swap_path: Path) ->
     plant, held, fails = FAULTS[name]
     copies: list[Transfer] = []
     found: list[bool] = []
-    forward_to = UnitUpdate.forward_to
+    begin_copies = UnitUpdate.begin_copies
     with (
         contextlib.suppress(TieredZeroError),  # that the disk failed
         pytest.MonkeyPatch.context() as patch,
@@ -206,7 +206,7 @@ def goes_on(device: LaggingDevice, name: str, planted: bool, swap_path: Path) ->
                     may_end.set()
                     return copy
 
-                return forward_to(own, target, noted)
+                return begin_copies(own, target, noted)
 
             def watch() -> None:
                 deadline = time.monotonic() + (60 if planted else 0.1)
@@ -217,7 +217,7 @@ def goes_on(device: LaggingDevice, name: str, planted: bool, swap_path: Path) ->
                 found.append(early)
                 hold.close()
 
-            patch.setattr(UnitUpdate, "forward_to", forward_and_write)
+            patch.setattr(UnitUpdate, "begin_copies", forward_and_write)
             watcher = threading.Thread(target=watch)
             watcher.start()
             try:

@@ -378,14 +378,14 @@ def _make_reduction(config: Config, request: PlanRequest, buckets: Sequence[Buck
     if first is None:
         first = factor == 1.0
     divisor = request.world_size if config.gradient_allreduce_op == "mean" else 1
-    before, after = (divisor, 1.0) if first else (factor, divisor / factor)  # divisors before and after the sum
+    predivisor, postdivisor = (divisor, 1.0) if first else (factor, divisor / factor)
     name = config.communication_data_type
     dtype = None if name is None else {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[name]
     return Reduction(
         buckets=buckets,
         gathers=not request.shards_state,
-        before=before,
-        after=after,
+        predivisor=predivisor,
+        postdivisor=postdivisor,
         dtype=dtype,
         overlaps=request.shards_params or config.zero_optimization.overlap_comm is not False,
         shards_params=request.shards_params,

@@ -43,15 +43,15 @@ NO_MARK = 1 << 62
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
     """How gradients are reduced. `buckets`: all buckets, in the order of their reduction. `gathers`: whether every rank
-    gets the whole average, not only its shards of it. `before`: the divisor of gradients before the sum. `after`: the
-    divisor of the sums. `dtype`: the dtype of the sums; None: the dtype of the gradients. `overlaps`: whether backward
+    gets the whole average, not only its shards of it. `predivisor`: divides gradients before the sum. `postdivisor`:
+    divides the sums. `dtype`: the dtype of the sums; None: the dtype of the gradients. `overlaps`: whether backward
     goes on while a bucket is reduced. `shards_params`: whether parameters are sharded, and gathered in backward.
     `in_backward`: whether unsharded gradients are reduced in the last backward of a step; if False, in step()."""
 
     buckets: Sequence[Bucket]
     gathers: bool
-    before: float
-    after: float = 1.0
+    predivisor: float
+    postdivisor: float = 1.0
     dtype: torch.dtype | None = None
     overlaps: bool = True
     shards_params: bool = False
@@ -382,7 +382,7 @@ class GradientReducer:
         return torch.float32 if bucket.units & self._wide else own
 
     def _pack(self, bucket: Bucket, packed: torch.Tensor) -> None:
-        """Fill a bucket with this rank's gradients, divided by `Reduction.before`. Write zeros where there is no
+        """Fill a bucket with this rank's gradients, divided by `Reduction.predivisor`. Write zeros where there is no
         gradient."""
         for part in bucket.parts:
             unit, is_apart = part.unit, self._waits_apart(part.unit)
@@ -409,12 +409,12 @@ class GradientReducer:
         out[position - span.start :].zero_()
 
     def _divide(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        """Write `values`, divided by `Reduction.before`, to `out`. Divide in the wider of the two dtypes."""
+        """Write `values`, divided by `Reduction.predivisor`, to `out`. Divide in the wider of the two dtypes."""
         if values.device != out.device:
             values = values.to(out.device)
         if out.itemsize > values.itemsize:
             values = out.copy_(values)
-        torch.div(values, self._reduction.before, out=out)
+        torch.div(values, self._reduction.predivisor, out=out)
 
     def _receive(self, bucket: Bucket, packed: torch.Tensor, done: Transfer) -> Transfer:
         """Start to move a bucket's sums from `packed` to their homes, once the transfer `done` has reduced them. Return
@@ -426,7 +426,7 @@ class GradientReducer:
             each = self._units[part.unit]
             if part.is_first:
                 each.squares = {}  # drop the squares of an earlier sum
-            adds, divisor = part.unit in self._adding, self._reduction.after
+            adds, divisor = part.unit in self._adding, self._reduction.postdivisor
             spans = list(zip(part.spans, part.starts, strict=True))
             for owner, (span, start) in enumerate(spans) if self._reduction.gathers else [(rank, spans[rank])]:
                 done = self._store.receive(

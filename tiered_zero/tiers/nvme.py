@@ -129,7 +129,7 @@ class NvmeTier(Tier):
         try:
             spans = [(0, target.numel())]
             if after is not None:
-                spans = after.forward_to(target, self._copier(compute, in_place=pages is not None))
+                spans = after.begin_copies(target, self._copier(compute, in_place=pages is not None))
             with self._lock:
                 # While a deferred fetch is queued, later fetches lease in their own jobs: so a job waits only for
                 # buffers of jobs ahead of it on the lane.
@@ -141,7 +141,7 @@ class NvmeTier(Tier):
         except Exception:
             _release_all(fetch.chunks)
             if after is not None:
-                after.cancel_forward()
+                after.cancel_copies()
             raise
 
     def _copier(self, compute: Transfer, in_place: bool) -> StartCopy:
@@ -180,7 +180,7 @@ class NvmeTier(Tier):
         record, chunks = fetch.record, fetch.chunks
         try:
             if fetch.update is not None:
-                self._cut(fetch, fetch.update.finish_forward())
+                self._cut(fetch, fetch.update.finish_copies())
             while chunks:
                 chunk = chunks[0]
                 nbytes = chunk.part.numel()

@@ -171,8 +171,8 @@ class UnitUpdate:
     """The update of one unit. `computed`: completes when every new parameter is in staging memory or in its slot.
     `written`: completes when all are in the slot. Any thread may use it.
 
-    A fetch does not have to wait for `written`. It passes its target memory to `forward_to`. Parts that are not in the
-    slot yet are then copied from staging memory to the target."""
+    A fetch does not have to wait for `written`. It passes its target memory to `begin_copies`. Parts that are not in
+    the slot yet are then copied from staging memory to the target."""
 
     def __init__(self) -> None:
         self.computed = Completion()
@@ -229,7 +229,7 @@ class UnitUpdate:
 
     # -- a fetch -------------------------------------------------------------------------------------------------------
 
-    def forward_to(self, target: torch.Tensor, start_copy: StartCopy) -> list[tuple[int, int]]:
+    def begin_copies(self, target: torch.Tensor, start_copy: StartCopy) -> list[tuple[int, int]]:
         """Set `target`, [n] uint8, as the memory to which the unit's new bytes are copied. Return the ranges (from, to)
         of bytes that are already in the slot: the caller reads these from there. `start_copy`: starts a copy of another
         part to `target`; called on any thread."""
@@ -237,27 +237,27 @@ class UnitUpdate:
             self._target, self._start_copy, self._covered = target, start_copy, dict(self._retired)
             return sorted(self._covered.items())
 
-    def cancel_forward(self) -> None:
+    def cancel_copies(self) -> None:
         """Start no more copies to the target, and wait for those under way. Raises their first error."""
         with self._lock:
             self._target = self._start_copy = None
             copies = [copy for _, copy in self._copies]
         wait_all(copies)
 
-    def finish_forward(self) -> list[tuple[int, int]]:
+    def finish_copies(self) -> list[tuple[int, int]]:
         """Wait until the new bytes are copied to the target. Return the ranges of bytes (from, to) that the update does
         not change: the caller reads these from the slot. Raises the update's error."""
         try:
             self.computed.wait()
             with self._lock:
-                assert self._target is not None, "forward_to comes before finish_forward"
+                assert self._target is not None, "begin_copies comes before finish_copies"
                 for start in self._pending:
                     self._forward(start)
                 nbytes, covered = self._target.numel(), sorted(self._covered.items())
                 if self.computed.error is not None:  # parts may be missing
                     raise self.computed.error
         finally:
-            self.cancel_forward()
+            self.cancel_copies()
         starts = [0, *(stop for _, stop in covered)]
         stops = [*(start for start, _ in covered), nbytes]
         return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]

@@ -173,8 +173,8 @@ class UnitCache:
         self._has_warned = False
         self.is_closed = False
         self._refusal: ModelError | None = None
-        """The error for a change that `look` has found; None if there is no change. The next `refuse` raises the
-        error."""
+        """The error for a change that `check_for_writes` has found; None if there is no change. The next `refuse`
+        raises the error."""
 
     def note_use(self, paged: PagedUnit, pass_name: str) -> None:
         """Record that `paged`, which is not resident, is about to be used in the pass `pass_name`."""
@@ -324,7 +324,7 @@ class UnitCache:
     def guard(self, paged: PagedUnit) -> None:
         """Guard a unit in use. If user code has changed the unit on the device but not at its home, evict the unit
         instead, which drops the change."""
-        self.look(paged)
+        self.check_for_writes(paged)
         if paged.weights is WeightState.STALE:
             self.evict(paged)
         elif paged.state is UnitState.IN_USE:
@@ -339,7 +339,7 @@ class UnitCache:
             self._end_expected()
         has_arrived, was_kept = True, paged.state is UnitState.OFFLOADED
         if paged.state is UnitState.IN_USE:
-            self.look(paged)
+            self.check_for_writes(paged)
         if paged.fetch is not None:  # the transfer still writes these bytes; if it failed, no use has seen them
             try:
                 self._accelerator.wait_on_compute(paged.fetch)
@@ -439,18 +439,18 @@ class UnitCache:
 
     # -- changes by user code that the homes do not have: [Note: Writes through .data] ---------------------------------
 
-    def look(self, paged: PagedUnit) -> None:
+    def check_for_writes(self, paged: PagedUnit) -> None:
         """Check whether user code has changed a unit in use without `gathered(modify=True)`. If it has, the next
         `refuse` raises, and the unit, if paged, becomes stale."""
         if paged.state is not UnitState.IN_USE or paged.num_writers:
             return
-        if (changed := paged.storage.end_change()) is not None:
+        if (changed := paged.storage.take_change()) is not None:
             self._refusal = _changed_past_home(*changed)
             paged.mark_stale()
 
     def refuse(self) -> None:
-        """Raise the ModelError that `look` has stored since the last `refuse`. `look` stores one if user code has
-        changed a parameter but not its home."""
+        """Raise the ModelError that `check_for_writes` has stored since the last `refuse`. `check_for_writes` stores
+        one if user code has changed a parameter but not its home."""
         refusal, self._refusal = self._refusal, None
         if refusal is not None:
             raise refusal

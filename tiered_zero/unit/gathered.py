@@ -149,6 +149,6 @@ def _drop_change(paged: PagedUnit) -> str | None:
     use then fetches it from its home."""
     if paged.num_users > 1 + paged.is_resident:  # an outer block searches at its own end
         return None
-    if (changed := paged.storage.end_change()) is not None:
+    if (changed := paged.storage.take_change()) is not None:
         paged.mark_stale()
     return None if changed is None else changed[0]

@@ -381,7 +381,7 @@ class Pager:
     def _invalidate(self, paged: PagedUnit) -> None:
         paged.renew()
         if paged.is_resident:
-            self.cache.look(paged)
+            self.cache.check_for_writes(paged)
             return
         if paged.num_users:
             raise ModelError(
@@ -497,7 +497,7 @@ class Pager:
         """Copy the values of a parameter in use before user code gets its memory. [Note: Writes through .data]"""
         # end the watch of other units that have no views: compare with their copies, and drop these
         for paged in [other for other in self._watched if not (other.num_writers or other.storage.is_viewed)]:
-            self.cache.look(paged)
+            self.cache.check_for_writes(paged)
             self._watched.discard(paged)
         paged = self.units.by_param[param]
         if paged.state is UnitState.IN_USE:

@@ -191,14 +191,14 @@ class FlatStorage:
 
     def begin_watch(self) -> None:
         """Begin to watch for changes by user code: record the version counters, and copy the watched values again.
-        `end_change` compares with both."""
+        `take_change` compares with both."""
         self._versions = list(map(_version_of, self._params))
         self._flat_version = self.flat._version
         if self._watched:
             self._watched = {index: self._words(index).clone() for index in self._watched}
 
     def watch_values(self, index: int) -> None:
-        """Copy the values of parameter number `index`, before user code gets the parameter's memory. `end_change`
+        """Copy the values of parameter number `index`, before user code gets the parameter's memory. `take_change`
         compares the values with this copy."""
         if index not in self._watched:
             self._watched[index] = self._words(index).clone()
@@ -208,7 +208,7 @@ class FlatStorage:
         values = self.flat[entry.start : entry.stop]
         return values.view(_WORDS.get(values.itemsize, torch.int64))
 
-    def end_change(self) -> tuple[str, str] | None:
+    def take_change(self) -> tuple[str, str] | None:
         """Return (parameter name, class name) for one parameter changed since `begin_watch`; None if there is none. The
         class name is that of the parameter's module if `param.data = ...` gave the parameter other memory, else empty.
         After a change, make all parameters views of the flat again."""
@@ -233,7 +233,7 @@ class FlatStorage:
     def check_converted(self) -> None:
         """Raise ModelError if the unit was moved or converted, as by `module.half()`. Check only the unit's first
         parameter. The unit must be in use."""
-        # `module.half()` converts all parameters, so the first shows it; `end_change` finds a change of another alone
+        # `module.half()` converts all parameters, so the first shows it; `take_change` finds a change of another alone
         param, name = self._params[0], self.unit.entries[0].param.name
         if param.dtype is not self.unit.dtype or param.device != self._device:
             raise ModelError(
