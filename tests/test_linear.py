@@ -18,8 +18,8 @@ SIZES = (32, 64, 128)
 
 Lines = dict[str, Counter[CodeType]]
 
-WAITS = {"NativeTransfer.finished_within", "IOTransfer.wait"}
-"""One thread or two wait for a transfer, or none, as the disk is late: 6 to 8 lines a unit more or fewer."""
+WAITS = {"NativeTransfer.finished_within", "IOTransfer.wait", "NativeTransfer.done"}
+"""As late as the disk is, threads wait for a transfer and look at those before it: a few lines a unit more or fewer."""
 
 
 class Chain(nn.Module):

@@ -18,7 +18,7 @@ from tiered_zero.demo.corpus import read_corpus
 from tiered_zero.demo.gpt import build_gpt
 from tiered_zero.plan.gpt_shape import GPTConfig
 
-NUM_STEPS, NUM_JUDGED = 400, 50
+NUM_STEPS, NUM_JUDGED = 200, 40
 SCHEDULE = {"total_num_steps": NUM_STEPS, "warmup_num_steps": 20, "warmup_type": "linear", "warmup_max_lr": 5e-4}
 
 

@@ -21,13 +21,10 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("tools.bench.ranks")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("cases", "bar", "num_times"),
-    [
-        (["DDP + ZeRO", "stage 1 device/device"], 1.1, 2),
-        pytest.param(["FSDP2 offload", "stage 3 cpu/cpu"], 1.25, 3, marks=pytest.mark.thorough),
-    ],
+    [(["DDP + ZeRO", "stage 1 device/device"], 1.1, 2), (["FSDP2 offload", "stage 3 cpu/cpu"], 1.25, 3)],
 )
 def test_smoke(
     tool: Any,
