@@ -217,8 +217,9 @@ class _Pass(Iterator[Any]):
 
 @final
 class _Order(Sampler[int]):
-    """Yields the indices of one rank's samples, from position `start` on, in the order of the pass `number`. `drops`:
-    whether the last samples are left out if they are too few for all ranks; if not, the first ones are taken again."""
+    """Yields the indices of one rank's samples in pass `number` over the data, from position `start` on. `drops`: what
+    happens if the ranks cannot get equally many samples. True: the last samples are left out. False: the first samples
+    come again at the end."""
 
     rank, num_ranks, drops = 0, 1, False
 

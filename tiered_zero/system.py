@@ -106,7 +106,7 @@ def touch_pages(address: int, nbytes: int, num_threads: int, cpus: Collection[in
 @final
 class OwnProcess:
     """Remembers the process that made this object, so that a forked child can be refused. Any thread may use it.
-    `what`: the error's name for the user's object, such as "engine". `error`: the class of that error."""
+    `what`: what the error's message calls the user's object, such as "engine". `error`: the class of that error."""
 
     def __init__(self, what: str = "engine", error: type[TieredZeroError] = ModelError) -> None:
         self._what, self._error = what, error

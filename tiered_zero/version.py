@@ -3,5 +3,5 @@
 __version__ = "0.1.0"
 
 DEEPSPEED_VERSION = "0.19.8+tiered.zero"
-"""The version of DeepSpeed whose names `tiered_zero.deepspeed` has. Libraries check that it is at least the version
-that they need."""
+"""The version of DeepSpeed whose names `tiered_zero.deepspeed` has. Libraries compare this version with the lowest
+version that they accept."""

@@ -31,7 +31,8 @@ MAX_HOLES_NBYTES = 64 * MIB
 limit of bytes in flight is used instead if it is lower."""
 
 MAX_SHARE_OF_STORAGE = 4
-"""The largest ratio of a storage's bytes to the saved view's bytes. Larger storages stay on the device."""
+"""The largest ratio of a storage's bytes to the saved view's bytes. If the ratio is larger, the storage stays on the
+device."""
 
 NUM_AHEAD = 2
 """How many records are read back before backward asks for them, if there is room."""
@@ -88,8 +89,8 @@ class HostPlace:
 
 @final
 class NvmePlace:
-    """A place in one slot on NVMe. `write` returns when the bytes are in staging buffers; a later read or write of the
-    same bytes waits for the disk."""
+    """One slot on NVMe for moved activations. `write` returns when the bytes are in staging buffers; a later read or
+    write of the same bytes waits for the disk."""
 
     waits = True
 

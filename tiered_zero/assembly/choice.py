@@ -45,7 +45,8 @@ NUM_TRIES = 4
 the tier."""
 
 LARGE_SUB_GROUP_NUMEL = 1 << 22
-"""The `sub_group_size`, in elements, that the search tries besides the config's own. A larger value has no effect."""
+"""The `sub_group_size`, in elements, that the search tries besides the config's own. A larger value means the automatic
+size."""
 
 _ZERO, _OWN = "zero_optimization.", "tiered_zero."
 _PARAM, _STATE = f"{_ZERO}offload_param.", f"{_ZERO}offload_optimizer."
@@ -97,8 +98,8 @@ class Candidate:
 
 
 SAME_SHARE = 1.05
-"""A predicted step that takes at most this many times as long as the shortest counts as equal to it, because
-predictions are not more exact."""
+"""A predicted step counts as equal to the shortest if it takes at most this many times as long, because predictions are
+not more exact."""
 
 
 def _best_first(found: Sequence[Candidate]) -> list[Candidate]:
@@ -331,7 +332,8 @@ def make_predictor(
 ) -> Callable[[Plan], StepSeconds]:
     """Return a function that predicts a step of a plan, for `model` and the batch of `config`. Without `rates`, use
     those measured on this machine. `finds_hidden`: whether the function also searches how many tokens a step needs so
-    that transfers take no longer than compute. Both functions raise ConfigError if a rate is missing."""
+    that transfers take no longer than compute. Raises ConfigError if `rates` is None and none were measured. The
+    function raises ConfigError if a rate is missing."""
     machine, length = rates or _rates_here(_paths(config)), _length(config, model)
     estimate, tokens = estimate_of(model, config, length), length * config.train_micro_batch_size_per_gpu
     dtype = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[config.param_dtype_name]

@@ -64,8 +64,8 @@ class Source:
 
     @property
     def directories(self) -> Mapping[tuple[str, ...], AdoptedStore]:
-        """The config's swap paths of each store -> the committed state that the run opens there. Empty without an
-        adoption."""
+        """The swap paths of each store, as in the config -> the committed state that the run opens there. Empty if
+        `adoption` is None."""
         return {} if self.adoption is None else self.adoption.directories
 
 

@@ -72,7 +72,8 @@ class RunSpec:
     subgroups: list[SubGroup]
     plan: Plan
     sub_group_numel: int
-    """The most elements of a sub-group. If the rule steps whole parameters, a larger unit is one sub-group."""
+    """The most elements of a sub-group. If the rule steps whole parameters, units are not cut, and a unit with more
+    elements is one sub-group."""
     choice: Choice | None = None
     """The placements that `tiered_zero.placement: "auto"` has compared; None without it."""
 

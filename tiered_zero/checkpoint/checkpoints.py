@@ -305,8 +305,8 @@ def _agree_on_save(ranks: Collectives, ask: Callable[[], _Wanted], tag_validatio
 
 
 def _begin_tag(ranks: Collectives, save_dir: str | os.PathLike[str], wanted: Sequence[_Wanted]) -> TagWriter:
-    """Begin the tag on rank 0, then join it on the other ranks. Return this rank's writer. `wanted`: all ranks'
-    requests."""
+    """Begin the tag on rank 0, then join it on the other ranks. Return this rank's writer. `wanted`: one request to
+    save from each rank."""
     tag, rank = wanted[0].tag, ranks.rank
     sizes = [own.nbytes for own in wanted]
     begun: list[TagWriter] = []

@@ -79,7 +79,7 @@ from tiered_zero.tiers.tier import Home, as_bytes, read_slot
 logger = logging.getLogger("tiered_zero")
 
 SAVE: Final = "save_checkpoint"
-"""The name of the call in the error messages of other ranks."""
+"""The name of a save in calls of `agree`. If a save fails on one rank, the other ranks' errors have this name."""
 
 _CHUNK_NBYTES = MIB
 """The size of the chunks in which a copy is compared and written: one checksum chunk of the store."""

@@ -61,8 +61,8 @@ from tiered_zero.update.subgroup_io import SubGroupIO, SubGroupWork
 MANIFEST_NAME: Final = "manifest.json"
 LATEST_NAME: Final = "latest"
 DATA_FILE: Final = re.compile(r"data-\d{5}(?:-([0-9a-f]{12}))?\.bin")
-"""Matches the names of data files; the group is the id of the save that wrote the file. Names of format version 4 and
-before have no id: a save that replaces such a tag removes these files."""
+"""Matches the names of data files. The group is the id of the save that wrote the file; None for a file of format
+version 4 or before, whose name has no id. A new save of the tag removes such files."""
 
 TAG: Final = re.compile(r"[^./\x00-\x1f\x7f\ud800-\udfff][^/\x00-\x1f\x7f\ud800-\udfff]*")
 _TAKEN: Final = (LATEST_NAME, next_path(Path(LATEST_NAME)).name)
@@ -76,7 +76,8 @@ SOURCE_ITEMSIZES: Final[Mapping[Form, tuple[int, ...]]] = {
     "magnitude": (0,),
     "rounded": (4,),
 }
-"""Form -> bytes of an element in each source; 0: the element size of the tensor's own dtype."""
+"""Form of a tensor -> bytes of an element in each source of a `Part`. 0 stands for the element size of the tensor's
+dtype."""
 
 ITEMSIZES: Final[Mapping[str, int]] = {
     **dict.fromkeys(("bool", "int8", "uint8", "float8_e4m3fn", "float8_e5m2"), 1),
@@ -279,8 +280,8 @@ def file_name(rank: int, save_id: str) -> str:
 @final
 class RankPart(StrictModel):
     """One rank's part of an in-place commit. `stores`: the locations of the rank's stores, first the store of the
-    optimizer state. `layout`: the hash of `in_place.run_fingerprint`; a run that adopts the commit must have the same.
-    `initialized`: indices of the rank's sub-groups that have state."""
+    optimizer state. `layout`: the hash of `in_place.run_fingerprint`; a run that adopts the commit must have the same
+    hash. `initialized`: indices of the rank's sub-groups that have state."""
 
     stores: Annotated[list[StoreLocation], Field(min_length=1, max_length=2)]
     layout: str
@@ -292,8 +293,8 @@ class Share(StrictModel):
     """One rank's part of a save.
 
     `tensors`: key -> entry with only this rank's parts. `scalars`: parameter name -> the scalars of its state.
-    `driver`: this rank's `own_state`. `stores`: this rank's data file in a full save. `rank`: this rank's part of an
-    in-place commit."""
+    `driver`: the parts of the driver state that differ between ranks. `stores`: the table of the rank's data file;
+    empty for an in-place commit. `rank`: the rank's part of an in-place commit; None for a full save."""
 
     tensors: dict[str, TensorEntry]
     scalars: dict[str, Any]
@@ -450,10 +451,10 @@ def run_ahead(
     begin: Callable[[StateLayout], tuple[SubGroupWork, Callable[[], None]] | None],
     retire: Callable[[SubGroupWork], None] = lambda written: None,
 ) -> None:
-    """Save or load sub-groups in order, and read several ahead. `begin`: starts to read a sub-group. It returns None
-    while no buffer is free; else it returns the work, and a function that waits for the reads and starts the writes.
-    `retire`: called with each work when its writes are done. After an error, wait until no transfer uses a buffer, then
-    raise."""
+    """Save or load sub-groups in order, and read several ahead. `begin`: starts to read a sub-group. It returns a
+    `SubGroupWork` and a function that waits for the reads and starts the writes, or None while no buffer is free.
+    `retire`: called with each `SubGroupWork` when its writes are done. After an error, wait until no transfer uses a
+    buffer, then raise."""
     waiting, begun, written = deque(layouts), deque[tuple[SubGroupWork, Callable[[], None]]](), deque[SubGroupWork]()
 
     def finish() -> None:

@@ -371,8 +371,9 @@ remainder]). For each of these: the dtype in which it is stored, and by how many
 
 
 def _add(bits: torch.Tensor, dtype: torch.dtype, shift: int, at: int, memory: memoryview) -> None:
-    """Add the elements in `memory`, shifted left by `shift` bits, to `bits`, the masters viewed as int32. Of floats,
-    add only the sign bit. `memory`: a part of one of the `_SUMMANDS`. `at`: the part's first byte in the summand."""
+    """Add a part of one summand (see `_SUMMANDS`) to `bits`, the masters viewed as int32. `memory`: the part's
+    elements, of `dtype`. If `dtype` is a float, add only the elements' sign bits. `shift`: how many bits to shift left
+    before adding. `at`: the part's first byte in the summand."""
     read = torch.frombuffer(memory, dtype=dtype)
     values, first = read.signbit() if dtype.is_floating_point else read, at // dtype.itemsize
     for start in range(0, values.numel(), _STEP_NUMEL):  # temporaries stay small, and torch starts no threads
@@ -381,7 +382,8 @@ def _add(bits: torch.Tensor, dtype: torch.dtype, shift: int, at: int, memory: me
 
 
 def _permute(whole: torch.Tensor, entry: TensorEntry, target: Target) -> None:
-    """Fill a target, in the target's memory order. `whole`: all elements of the tensor, in the checkpoint's order."""
+    """Fill `target` with its elements of a tensor, in the target's memory order. `whole`: the tensor's elements, in the
+    checkpoint's order."""
     dims = range(len(entry.shape))
     values = whole.view(entry.memory_shape)
     if entry.order is not None:
@@ -524,8 +526,8 @@ class StateLoader:
     def _state_targets(
         self, layout: StateLayout, raw: torch.Tensor, stepped: Sequence[ParamPiece]
     ) -> tuple[list[Target], list[Callable[[], object]]]:
-        """Return the targets for the state of the pieces `stepped`, and functions that convert state from another
-        format. Call the functions once the targets are filled. `raw`: the slot's bytes."""
+        """Return (targets, conversions) for the state of the pieces `stepped`. Call the conversions after the targets
+        are filled: they convert state that was saved in another format. `raw`: the slot's bytes."""
         elementwise, tensors = self._view.rule.elementwise, self._reader.manifest.tensors
         targets: list[Target] = []
         conversions: list[Callable[[], object]] = []

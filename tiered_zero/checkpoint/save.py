@@ -77,8 +77,8 @@ class Capture:
 
     @classmethod
     def take(cls, state: RunState, fields: Mapping[str, Any], *, with_frozen: bool, save_latest: bool) -> Capture:
-        """Copy what a script may change. Copy units on the device only if they fit in `_MOST_COPIED_NBYTES`. `fields`:
-        fields of the manifest."""
+        """Copy to host memory what a script may change during the save: buffers, and the saved units on the device.
+        Copy these units only if all of them fit in `_MOST_COPIED_NBYTES`. `fields`: fields of the manifest."""
         named = state.buffers() if state.runtime.collectives.rank == 0 else {}
         buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in named.items()}
         units = state.saved_units(with_frozen)

@@ -533,8 +533,8 @@ def open_stores(
 
 
 def _lock(path: Path, owner: Owner, resources: ExitStack, own_runs: Container[str]) -> None:
-    """Take a shared lock on a swap directory until `resources` is closed. Raises StoreError if a run of another process
-    has locked it, unless `own_runs` has the run's id."""
+    """Take a shared lock on a swap directory until `resources` is closed. If a run of this process or of `own_runs`
+    holds the lock, do nothing. Raises StoreError if another run holds the lock, or if locking fails."""
     try:
         fd = open_of_owner(path / OWNER_NAME)
         resources.callback(fd.close)
@@ -555,8 +555,9 @@ def _lock(path: Path, owner: Owner, resources: ExitStack, own_runs: Container[st
 
 def prune(save_dir: str | os.PathLike[str], keep: int, *, dry_run: bool = False) -> list[TagInfo]:
     """Remove tags of replaced in-place commits, and all complete tags except the newest `keep`. Return the removed
-    tags. `dry_run`: only return the tags to remove. `prune` never removes the tag that `latest` names, the newest tag
-    of a run whose last in-place commit has no tag, or a tag with other programs' files. Raises StoreError."""
+    tags. `dry_run`: only return the tags to remove. `prune` never removes the tag that `latest` names, or a tag with
+    other programs' files. If a run ended before it wrote the tag of its last in-place commit, the run's newest tag
+    stays too. Raises StoreError."""
     if keep < 1:
         raise StoreError(f"Keep at least one checkpoint; found {keep}.")
     directory = None if dry_run else SaveDirectory.open(save_dir)

@@ -61,8 +61,8 @@ LOCK_NAME: Final = ".tiered_zero.lock"
 
 
 def change_under_way(save_dir: Path) -> tuple[str, str]:
-    """Return the save id and the tag that the lock file names. A process is changing files of this save, or ended
-    before it was done. Return ("", "") if the lock file names none."""
+    """Return the save id and the tag that the lock file names; ("", "") if it names none. A process is changing files
+    of this save, or has ended before the change was complete."""
     try:
         with open_directory(os.path.realpath(save_dir)) as fd:
             save_id, _, tag = read_file(LOCK_NAME, fd, most_nbytes=4096).decode().partition(" ")
@@ -278,8 +278,8 @@ class TagWriter:
             raise
 
     def publish(self, fields: Mapping[str, Any], shares: Sequence[Share], *, save_latest: bool = True) -> None:
-        """Make the save durable, and publish it. `fields`: the fields of TagManifest that do not come from `shares`,
-        without `tag` and `save_id`. Raises StoreError."""
+        """Make the save durable, and publish it. `fields`: the fields of TagManifest except `tag`, `save_id` and those
+        that `shares` contain. Raises StoreError."""
         try:
             stores = tuple(store for share in shares for store in share.stores)
             self.prepare({"stores": stores, **join_shares(shares), **fields}, save_latest=save_latest)

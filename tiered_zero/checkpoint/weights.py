@@ -356,9 +356,9 @@ def _publish(directory: Path, temporary: Path, names: Sequence[str], stem: str) 
 def write_together(
     ranks: Collectives, tensors: Sequence[WeightTensor], write: Callable[[Sequence[WeightTensor]], None]
 ) -> None:
-    """Call `write` on rank 0 with tensors that are split over ranks. All ranks read each tensor, in order. An error in
-    `write` is raised on all ranks. A failed read ends the run: the failing rank raises the read's error, the others
-    raise RankError."""
+    """Call `write` on rank 0 with `tensors`, which are split over ranks. All ranks read all tensors, in the same order,
+    because a read may need every rank. An error in `write` is raised on all ranks. A failed read ends the run: the
+    failing rank raises the read's error, the others raise RankError."""
     begun: list[WeightTensor] = []
     failed: list[Exception] = []
 

@@ -209,5 +209,6 @@ def launch(
 
 
 def launch_as_deepspeed() -> None:
-    """Run `tiered-zero launch` as the command `deepspeed`, which the alias installs."""
+    """Run `tiered-zero launch` under the name `deepspeed`. The command `deepspeed` that `deepspeed-alias install`
+    writes calls this."""
     launch(prog_name="deepspeed")

@@ -142,7 +142,7 @@ def plan(
 
     If the run does not fit into this machine, the limits in CONFIG or the sizes given as options, prints the reason
     after the table and ends with exit code 1. The estimate of activations is checked only if a sequence length is
-    given. Else a line says whether it fits at an assumed length.
+    given. Otherwise a line says whether activations fit for the longest sample that the model takes.
     """
     machine, whose = machine_to_plan(machine_file, device_memory, host_memory, disks)
     sources = ("--device-memory", "--host-memory")

@@ -73,9 +73,9 @@ def look_at_drives(needs: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]
 
 
 def fill_drives(needs: Sequence[dict[str, Any]], disks: Sequence[Disk]) -> list[dict[str, Any]]:
-    """Spread `needs`, rows of `directory_needs`, over `disks`. With as many disks as directories, disk i gets directory
-    i; else each disk gets an equal share. Return a row for each disk: its directories, the bytes needed, free and
-    written in a step, its rates, and its rated writes."""
+    """Spread `needs`, the rows of `directory_needs`, over `disks`. If there are as many disks as directories, disk i
+    gets directory i. Otherwise each disk gets an equal share of all directories. Return a row for each disk: its
+    directories, the bytes that are needed, free and written per step, its rates, and its rated endurance."""
     rows = []
     for index, disk in enumerate(disks):
         own, shares = (needs[index : index + 1], 1) if len(disks) == len(needs) else (needs, len(disks))

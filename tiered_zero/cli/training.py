@@ -40,8 +40,8 @@ _STATE_KEY, _LOSS = "tiered_zero.train", "loss"
 
 
 def check_options(directory: Path, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError if `options` differ from those in the checkpoint of `directory` to resume from. Raises
-    StoreError."""
+    """Compare `options` with those in the checkpoint in `directory` from which the run resumes. Raises ConfigError if
+    one differs, and StoreError."""
     with open_reader(find_checkpoint(directory)) as reader:
         saved = read_client_state(reader.manifest.driver).get(_STATE_KEY)
     if not isinstance(saved, dict):
@@ -66,8 +66,8 @@ def check_new(directory: Path) -> None:
 
 
 def warn_of_room(directory: Path, nbytes: int) -> None:
-    """Log a warning if the disk of `directory` has less than `nbytes` free. `nbytes`: the least that a checkpoint
-    takes."""
+    """Log a warning if the disk of `directory` has less than `nbytes` free. `nbytes`: the smallest possible size of a
+    checkpoint."""
     place = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     free_nbytes = shutil.disk_usage(place).free
     if free_nbytes < nbytes:

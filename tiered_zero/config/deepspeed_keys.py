@@ -30,9 +30,9 @@ class Fate(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """A config key and its fate. `why`: the effect of an honoured key, or the reason of another fate. `default`:
-    DeepSpeed's value if the key is absent. `to`: the new path of a renamed key. `quiet`: whether no notice is logged.
-    `allowed`: the values that a refused key may have, besides None and "auto"."""
+    """A config key, and what becomes of it (`fate`). `why`: the effect of an honoured key, or the reason for another
+    fate. `default`: DeepSpeed's value if the key is absent. `to`: the new path of a renamed key. `quiet`: whether no
+    notice is logged. `allowed`: the values that a refused key may have, besides None and "auto"."""
 
     path: str
     fate: Fate
@@ -105,19 +105,21 @@ def _no_effect(section: str, why: str, *, quiet: bool = False, **defaults: Any) 
 
 
 def _satisfied(section: str, why: str, **defaults: Any) -> list[Key]:
-    """Return keys without effect and without a notice, because this package already does what they ask for. `section`:
-    their path, with a dot at its end. `defaults`: name -> DeepSpeed's value."""
+    """Return a `Key` without effect for each name in `defaults`. No notice is logged, because this package always does
+    what these keys ask for. `section`: the section's path, with a dot at its end. `defaults`: name -> DeepSpeed's
+    value."""
     return _no_effect(section, why, quiet=True, **defaults)
 
 
 def _refused(path: str, why: str, *allowed: Any) -> Key:
-    """Return a refused key. `allowed`: the values accepted besides null and "auto"; default: false."""
+    """Return the `Key` of a refused key. `allowed`: the values that are accepted besides null and "auto"; if none are
+    given, only false."""
     return Key(path=path, fate=Fate.REFUSED, why=why, allowed=allowed or (False,))
 
 
 def _refused_sections(why: str, *names: str, on: bool = False) -> list[Key]:
-    """Return refused keys for the sections `names`. `on`: whether a section without `enabled` is refused too, if it has
-    values."""
+    """Return a refused key for each section in `names`. A section is refused if its `enabled` is true. `on`: also
+    refuse a section without `enabled`, unless all of its values are off (false, null, 0 or empty)."""
     return [Key(path=name, fate=Fate.REFUSED, why=why, default={} if on else {"enabled": False}) for name in names]
 
 
@@ -359,8 +361,8 @@ def reports(config: BaseModel, reading: Reading) -> list[KeyReport]:
 
 
 def notices(reading: Reading, keys: Mapping[str, Key]) -> tuple[str, ...]:
-    """Return the lines to log once at start: one for renamed keys, one for "auto" that got a value, one for "auto" that
-    a trainer fills, one for keys without effect, then `reading.notices`."""
+    """Return the lines to log once at start. One line each lists renamed keys, "auto" keys that got a value, "auto"
+    keys that a trainer fills, and keys without effect. `reading.notices` follow."""
     renamed = [f"{old} -> {new}" for new, old in reading.renamed.items() if not keys[old].quiet]
     resolved = [f"{path} = {value}" for path, value in reading.auto.items() if path not in reading.unfilled]
     idle = [key.path for key, value in reading.idle if not key.quiet and asks_for_something(key, value)]

@@ -1,4 +1,4 @@
-"""Load a file or a dict as a `Config`: read JSON with comments, rename keys, apply fates, resolve "auto", validate."""
+"""Load a file or a dict as a `Config`: read JSON with comments, rename or refuse keys, resolve "auto", validate."""
 
 from __future__ import annotations
 
@@ -247,9 +247,9 @@ def _nearest(path: str) -> str:
 
 
 def _batch(values: dict[str, Any], world_size: int, reading: Reading, to_train: bool) -> dict[str, int]:
-    """Return all three batch sizes. Compute missing ones from train = micro * accumulation * ranks. `to_train`: false
-    sets micro to 1 if train and micro have no number and one of them is "auto". Raises ConfigError if too few sizes are
-    given, or if they contradict each other."""
+    """Return all three batch sizes. Compute missing ones from train = micro * accumulation * ranks. `to_train`: if it
+    is false, neither train nor micro is a number, and one of them is "auto", micro becomes 1. Raises ConfigError if too
+    few sizes are given, or if they contradict each other."""
     given: dict[str, int | None] = {}
     for name in _BATCH:
         try:

@@ -68,8 +68,8 @@ for _name in MISSING:
 
 
 def modules_named(name: str) -> dict[str, ModuleType]:
-    """Return name -> module for this package and its modules. In the names, `name` replaces the package's own name:
-    "deepspeed", "deepspeed.zero"."""
+    """Return name -> module for this package and its modules. `name` replaces the package's own name: for "deepspeed",
+    the names are "deepspeed", "deepspeed.zero" and so on."""
     return {
         name + path.removeprefix(__name__): module
         for path, module in sys.modules.items()

@@ -18,7 +18,8 @@ __compatible_ops__ = {"async_io": True, "cpu_adagrad": True, "cpu_adam": True, "
 __getattr__ = refuse_other_names("ops")
 
 _KEYS = {"params", "param_names", "lr", "initial_lr", "betas", "eps", "weight_decay", "bias_correction"}
-"""The keys that a param group without the key `amsgrad` may have if it was made for a variant of Adam."""
+"""A param group that has `lr` but not `amsgrad` counts as one of Adam only if it has no other keys than these. Keys
+whose value is a text are ignored."""
 
 
 def DeepSpeedCPUAdam(

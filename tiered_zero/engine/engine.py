@@ -427,8 +427,8 @@ class Engine(DeepSpeedNames):
     @on_one_thread
     @runs_outside_modes
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop this step's gradients. Do nothing right after a `step()` that only counted a micro-batch; `abort_step()`
-        drops gradients there too. Raises ModelError if updates from these gradients have begun.
+        """Drop this step's gradients. Do nothing right after a `step()` that only counted a micro-batch: to drop
+        gradients then, call `abort_step()`. Raises ModelError if updates from these gradients have begun.
 
         `set_to_none`: False sets gradients to 0, as in plain PyTorch.
         """
@@ -474,7 +474,8 @@ class Engine(DeepSpeedNames):
 
 
 def _count_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Return the number of elements of `input_ids`, or else of the first argument; 0 if they are not integers."""
+    """Return the number of token ids in a forward's arguments: in `input_ids`, else in the first argument. Return 0 if
+    these are not integers."""
     ids = kwargs.get("input_ids", args[0] if args else None)
     return ids.numel() if isinstance(ids, torch.Tensor) and ids.dtype in (torch.int64, torch.int32) else 0
 

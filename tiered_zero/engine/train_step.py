@@ -73,7 +73,8 @@ class TrainStep:
         self._optimizer_in_backward = choice.optimizer_in_backward
         self._warned_of_no_gradient = False
         self.hold: ExitStack | None = None
-        """Holds back KeyboardInterrupt, from a backward that begins updates until their step has ended; else None."""
+        """Holds back KeyboardInterrupt from the start of a backward in which updates may begin to the end of the step.
+        None at other times."""
         self._handled = 0
         """The id of the exception that the program was handling when it called a module directly."""
         self._ending: weakref.ref[Callable[[], None]] | None = None
@@ -173,8 +174,8 @@ class TrainStep:
 
     def before_use(self, unit: Unit, pass_name: str) -> None:
         """Record that a forward or backward (`pass_name`) is about to gather `unit`. In backward, also reduce
-        gradients; see [Note: Places of reductions]. Do nothing for a frozen unit, because its use does not show whether
-        backward has passed a trained unit."""
+        gradients; see [Note: Places of reductions]. Do nothing for a frozen unit: backward may use one, such as the
+        layer under an adapter, before the adapter's last gradient has come."""
         if self._reducer is None or not unit.trainable:
             return
         if pass_name == "backward":
@@ -402,7 +403,7 @@ class TrainStep:
     def _call(self, phase: Phase) -> Iterator[None]:
         """Run the block as one call of the engine in `phase`. If the block raises, drop the step. (If a forward raises
         an Exception, only release its units.) If the run cannot continue, make all later calls fail. Then raise the
-        block's error, or its `root_cause` if no call has raised the cause yet."""
+        block's error. The first Exception since the last successful optimizer step is replaced by its `root_cause`."""
         try:
             self.phase.now = phase
             yield
@@ -621,7 +622,8 @@ class TrainStep:
 
     def _fail_ranks(self, error: BaseException | None) -> None:
         """End the run on all ranks, because a `loss.backward()` or a direct call of a module has failed on this rank.
-        Do nothing if such calls run no collectives. `error`: None if the program has caught the error."""
+        Do nothing if such calls run no collectives in this run. `error`: the error that ended the call; None if the
+        program has caught it."""
         name, reducer = self.phase.now.value, self._reducer
         if reducer is None or not (reducer.shards_params or reducer.is_open):
             return

@@ -132,7 +132,7 @@ class GradientArrivals:
         self.num_own_backwards = 0
 
     def abort(self) -> None:
-        """Clear everything. Called when no backward runs any more."""
+        """Clear the counts of the step and the flags of a backward. Called when no backward runs any more."""
         self.reset()
         self._is_engines = self._frees_graph = False
 

@@ -86,9 +86,9 @@ def check_gradients(
 
 
 def check_squares(squares: float, first_bad: str | None, loss_scale: float, max_norm: float) -> GradCheck:
-    """Check the averaged gradients of many ranks. `squares`: the fp64 sum of squares over all ranks, of gradients
-    multiplied by `loss_scale`. `first_bad`: the name of the first parameter with a gradient that is not finite, or
-    None. `max_norm`: the largest norm that is not clipped; 0: never clip."""
+    """Return the norm, the clip factor and the finiteness of gradients averaged over many ranks. `squares`: the fp64
+    sum of squares over all ranks, of gradients multiplied by `loss_scale`. `first_bad`: the name of the first parameter
+    with a gradient that is not finite, or None. `max_norm`: the largest norm that is not clipped; 0: never clip."""
     finite = first_bad is None
     norm = math.sqrt(squares) / loss_scale if squares >= 0 else math.nan
     total = torch.tensor(norm, dtype=torch.float64, device="cpu")

@@ -36,8 +36,8 @@ to add them."""
 BATCH_NBYTES = 1 << 20
 """The size in bytes at which a batch of a unit's gradients is sent, as one job. When the unit's last gradient has
 arrived, a smaller batch is sent too. For a small gradient, such as that of a bias, a job of its own would cost more
-time than the copy. Gradients that are summed in host memory are sent once they fill a staging buffer, because each of
-their jobs waits for its copies."""
+time than the copy. Gradients to add in host memory are sent only when they fill a staging buffer, because a job that
+adds must wait for its copies to the buffer."""
 
 STAGED_ALIGNMENT = 64
 """Alignment in bytes of gradients in one staging buffer: a cache line."""
@@ -164,8 +164,8 @@ class UnitGradients:
 
     @property
     def holds_sums(self) -> bool:
-        """Whether gradients of the unit on this rank are fp32: in `waiting`, or in `flat` if `flat` holds the whole
-        unit."""
+        """Whether this rank's own gradients of the unit are in fp32, as sums are. These gradients are in `waiting`, or
+        in `flat` if `flat` holds the whole unit."""
         own = [*([self.flat] if self.shard is None else []), *self.waiting.values()]
         return any(values.dtype == torch.float32 for values in own)
 
@@ -317,7 +317,7 @@ class UnitGradients:
         return index in self.present and index not in self.zeroed
 
     def store_assigned(self) -> None:
-        """Copy the tensors that users assigned into the flat."""
+        """Copy the tensors that users have assigned as `param.grad` to the gradients' home."""
         if not self.assigned:
             return
         self.wait_transfers()
@@ -608,8 +608,8 @@ class InFlightGradients:
         self._free(0, 0)
 
     def wait_all(self) -> None:
-        """Block until every transfer has ended. If one has failed, raise its error; later transfers may still run
-        then."""
+        """Block until every transfer has ended. If a transfer has failed, raise its error; other transfers may still
+        run."""
         self._wait(-1)  # -1: also for transfers of 0 bytes
 
     def drain(self) -> None:

@@ -37,7 +37,7 @@ _SQUARES = struct.Struct("<dqI")
 _BACKWARD, _STEP = b"b", b"s"
 
 NO_MARK = 1 << 62
-"""A number greater than the `number` of every `UseMark`."""
+"""A number that stands for no mark. It is greater than the `number` of every `UseMark`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +114,8 @@ class GradientReducer:
         self._sources: dict[Unit, Mapping[int, torch.Tensor]] = {}
         """Unit -> parameter index -> this rank's gradient [numel], from which the unit's buckets are filled."""
         self.uses = UnitUses()
-        """Decides when a bucket is reduced if parameters are whole. Pass its method `note` a function that calls
-        `pass_mark`."""
+        """Decides when a bucket is reduced if parameters are whole. The function `on_met` given to `uses.note` must
+        call `pass_mark`."""
         self.order = UseOrder()
         """Decides when a bucket is reduced if parameters are gathered in backward."""
         parts = [part for bucket in reduction.buckets for part in bucket.parts]
@@ -479,8 +479,8 @@ class BucketMemory:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        """Wait until the sums of the oldest bucket are at their homes, and free its array. On the device, compute's
-        stream waits."""
+        """Wait until the sums of the oldest bucket are at their homes, and free its array. For a bucket on the device,
+        compute's stream waits instead of the host."""
         memory, received = self._under_way.popleft()
         with self._runtime.recorder.span("compute", "wait_grad"):
             if self.on_device:
@@ -551,9 +551,9 @@ class UnitUses:
         self._marks: dict[Unit, WeakSet[UseMark]] = {}
         """Unit -> the marks of its uses in graphs that still exist."""
         self._unmarked: set[Unit] = set()
-        """Units that have been used without a mark since the last step()."""
+        """Units of modules that were called without a mark since the last step(). See [Note: Marks of uses]."""
         self._front = NO_MARK
-        """The number of the earliest mark that the running backward has met."""
+        """The lowest number of a mark that the running backward has reached; NO_MARK if it has reached none."""
         self._seen: dict[Unit, set[int]] = {}
         """Unit -> indices of its parameters that ever had a gradient."""
 
@@ -615,9 +615,9 @@ class UseOrder:
 
     [Note: Places of reductions] At stage 3 gathers and reductions are collectives of one group, so every rank must call
     them in the same order. All ranks gather units in the same order ([Note: Order of gathers]). But ranks may get
-    different gradients, at different times, for example with experts. So a unit's buckets are reduced when backward
-    begins to use a unit of another module, before that unit's gather. Gradients that come later wait for the next
-    backward or step().
+    different gradients, at different times, for example with experts. So the arrival of a gradient does not start a
+    reduction. A unit's buckets are reduced when backward begins to use a unit of another module, before the gather of
+    this other unit. Gradients that come later wait for the next backward or step().
 
     A unit is passed once backward has used it as often as forward did, and begins to use a unit of another module. A
     unit of the same module does not count, because units of one module take turns. A unit that backward does not use is
@@ -629,7 +629,8 @@ class UseOrder:
         """Unit -> the number of its uses in forward that backward has not repeated yet. Has a key for each unit used
         since the last step()."""
         self._awaited: deque[Unit] = deque()
-        """Units that this backward reduces and has not passed, in the order of buckets."""
+        """Units to reduce in this backward that backward has not passed yet (see the class), in the order of
+        buckets."""
         self._used: set[Unit] = set()
         """Units that this backward has used."""
 

@@ -93,8 +93,8 @@ class GradientStore:
     # -- filling -----------------------------------------------------------------------------------------------------
 
     def begin_backward(self, *, is_last: bool) -> None:
-        """Begin a backward. `is_last`: whether to compute norms on arrival. True only in the step's last backward, on
-        one rank."""
+        """Begin a backward. `is_last`: whether the step follows this backward, and there is only one rank. If so, norms
+        are computed when gradients arrive."""
         self._measures_norms = is_last
 
     def accumulate(self, param: nn.Parameter) -> Unit | None:
@@ -282,8 +282,8 @@ class GradientStore:
         self._storages |= gradients.storages()
 
     def freeze(self, unit: Unit, into: StepGradients) -> None:
-        """Pass a unit's gradients to `into`, for an update that begins in backward. A further gradient of the unit in
-        this step raises ModelError."""
+        """Add a unit's gradients to `into`, which an update that has begun in backward reads. A further gradient of the
+        unit in this step raises ModelError."""
         gradients = self._units[unit]
         self.store_shown(gradients)
         gradients.expire_views()
@@ -337,8 +337,8 @@ class GradientStore:
                 gradients.set_zero()
 
     def reset_zero(self) -> None:
-        """Forget which parameters had gradients in earlier steps, so that `zero` ignores these steps. Called when
-        gradients are set to None."""
+        """Forget which parameters had gradients in earlier steps. `zero` then ignores those steps. Called when
+        zero_grad() sets gradients to None."""
         for gradients in self._units.values():
             gradients.earlier.clear()
 
@@ -355,8 +355,8 @@ class GradientStore:
         return any(map(_PRESENT, self._units.values()))
 
     def serve(self) -> None:
-        """Make `param.grad` read and assign the gradient at its home: always for a guarded parameter, and only while
-        `is_shown` for a parameter in use."""
+        """Make `param.grad` read and assign the gradient at its home. For a guarded parameter this always holds, for a
+        parameter in use only while `is_shown` is true."""
         set_gradient_home(self._places, self)
 
     def show(self) -> None:
@@ -365,8 +365,8 @@ class GradientStore:
         self.is_shown = self.has_gradients
 
     def hide(self) -> None:
-        """Make `param.grad` of parameters in use autograd's own attribute. Called before the engine's forward or
-        backward, and when gradients are dropped."""
+        """Let `param.grad` of parameters in use read and assign only autograd's attribute, not the gradients in this
+        store. Called before the engine's forward or backward, and when gradients are dropped."""
         self.is_shown = False
 
     def set_hidden(self, updates_in_backward: bool = False) -> None:

@@ -193,8 +193,8 @@ LIMIT_S: Final = 1.0
 """`median_rate` stops repeating its work after this many seconds."""
 
 _SHAPES: Final = {True: (512, 512), False: (4096, 4096)}
-"""Whether the device is the CPU -> number of tokens and hidden size of the measured matrix products. 512 is enough on
-the CPU: two idle Zen 5 cores reach 0.95 of the rate of products of size 2048."""
+"""The number of tokens and the hidden size of the measured matrix products, for the CPU (True) and other devices
+(False). 512 is enough on the CPU: two idle Zen 5 cores reach 0.95 of the rate of products of size 2048."""
 
 _MODEL_SHAPES: Final = {True: (256, 2, 8192), False: (4096, 2, 16384)}
 """Whether the device is the CPU -> numbers of tokens, blocks and vocabulary entries of the small model. The model's

@@ -61,8 +61,8 @@ def _own_device() -> torch.device:
 
 
 def shares_cores(name: str, delay_seed: int | None) -> bool:
-    """Return whether compute on the device `name` and the update use the same cores. With a `delay_seed` the CPU
-    simulates a separate device."""
+    """Return whether the device `name` is the CPU, so that compute and the update use the same cores. Return False with
+    a `delay_seed`, because the CPU then simulates a separate device."""
     return find_device(name).type == "cpu" and delay_seed is None
 
 

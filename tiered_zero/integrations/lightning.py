@@ -15,8 +15,9 @@ from tiered_zero.errors import ConfigError, ModelError
 
 class TieredStrategy(DDPStrategy):  # type: ignore[misc, unused-ignore]
     """Puts parameters, gradients and state on the tiers of `config`: `Trainer(strategy=TieredStrategy(config))`.
-    Lightning accumulates gradients, and clips them on one rank; on several ranks `gradient_clipping` in the config
-    clips them. The engine stays open after `fit`, until `engine.close()` or the end of the strategy."""
+    Lightning accumulates gradients. With one rank, Lightning also clips them; with several ranks, set
+    `gradient_clipping` in the config. The engine stays open after `fit`, until `engine.close()` or the end of the
+    strategy."""
 
     def __init__(self, config: Mapping[str, Any] | str | os.PathLike[str], **options: Any) -> None:
         """Read the config. `options`: arguments of DDPStrategy. Raises ConfigError."""

@@ -161,8 +161,8 @@ class NativeEngine(IOEngine):
         return transfer
 
     def _check_usable(self, file: File) -> None:
-        """Remove finished transfers from `_unfinished`: all after a failure, else only among the oldest two. Then raise
-        if the engine or the file cannot be used."""
+        """Remove finished transfers from `_unfinished`. Look at the two oldest transfers only, or at all after a
+        failure. Then raise if the engine or the file cannot be used."""
         if not self._closed and self._pid == os.getpid():
             failed = self.library.failed(self.pool)  # after a failure all of them, else the oldest two
             for transfer in list(self._unfinished) if failed else self._oldest():

@@ -35,8 +35,8 @@ class BucketPart:
 
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
-    """The gradients of parts of units, in one dtype, as one 1-D array. Rank r's row lies from `bounds[r]` to
-    `bounds[r + 1]`."""
+    """The gradients of parts of units, in one dtype, as one 1-D array. Rank r's row, its share of the elements, is
+    `bounds[r]` to `bounds[r + 1]`."""
 
     parts: tuple[BucketPart, ...]
     bounds: tuple[int, ...]

@@ -193,8 +193,8 @@ MAX_UNIT_NUMEL = 1 << 28
 rate."""
 
 SMALL_NUMEL = 1 << 20
-"""The most elements of a unit that joins small parts of a block; in a small model a 64th of all elements. Parts are
-joined because the calls for each unit take as long as a copy of 2 MiB over PCIe."""
+"""The most elements of a unit that is joined from small parts of a block. In a small model the limit is a 64th of all
+elements. Small parts are joined because the calls for each unit take as long as a copy of 2 MiB over PCIe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,8 +250,8 @@ class _Kind:
 @dataclass(kw_only=True)
 class _Part:
     """Parameters that become a unit, alone or joined. `module`: the name of the module whose forward uses them.
-    `block`: the name of the block around that module. Small parts of one block and kind are joined. None: never join
-    the part."""
+    `block`: the name of the block around that module; None: never join the part. Small parts of one block and kind are
+    joined."""
 
     module: str
     block: str | None
@@ -358,8 +358,8 @@ def _walk(
 
 
 def _block(above: Sequence[ModuleSpec]) -> str | None:
-    """Return the name of the innermost block in `above` (root first) that contains a stack, such as a list of experts;
-    None if no block does."""
+    """Return the name of the innermost block among the modules `above` (root first) that contains a stack, such as a
+    list of experts. None if no block contains one."""
     blocks = [
         module.name
         for outer, module in pairwise(above)

@@ -22,7 +22,8 @@ VERSION = 12
 """The version of the C sources, as in version.h. Libraries of other versions may have other structures."""
 
 LIBRARY_DIR_VARIABLE = "TIERED_ZERO_NATIVE_DIR"
-"""The environment variable that names another directory of libraries. An empty directory switches the kernels off."""
+"""The environment variable that names a directory of libraries to use instead of the package's own. An empty directory
+switches the kernels off."""
 
 
 def find_library(stem: str) -> Path | None:

@@ -54,7 +54,7 @@ class GradNorm:
         return torch._foreach_norm(list(grads), 2, dtype=torch.float32) if grads else []
 
     def fuses(self, copies: Sequence[GradCopy]) -> bool:
-        """Return whether `copy` and `copy_threaded` can make these copies."""
+        """Return whether the kernel can make all of `copies`. If not, call neither `copy` nor `copy_threaded`."""
         if self._kernel is None:
             return False
         for copy in copies:
@@ -64,13 +64,14 @@ class GradNorm:
         return True
 
     def copy(self, copies: Sequence[GradCopy]) -> list[float]:
-        """Make the copies in order, and return each target's norm after its copy. `fuses` must have returned True."""
+        """Make the copies in order. Return for each copy the norm of its target after the copy. `fuses` must have
+        returned True."""
         assert self._kernel is not None, "`fuses` was asked"
         return self._kernel.copy_norms(list(map(_row, copies)), fused_tail=self._fused_tail)
 
     def copy_threaded(self, copies: Sequence[GradCopy]) -> None:
-        """Make the copies on the kernel's threads, without norms. Targets must not overlap. `fuses` must have returned
-        True."""
+        """Make the copies on the kernel's threads, and compute no norms. Targets must not overlap. `fuses` must have
+        returned True."""
         assert self._kernel is not None, "`fuses` was asked"
         self._kernel.copy(list(map(_row, copies)))
 

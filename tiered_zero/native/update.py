@@ -19,7 +19,8 @@ LEVELS = {"avx512": 1, "avx2": 0, "neon": 2}
 """Name of a level (an instruction set) -> its number in update.c, best first."""
 
 NUM_FREE_CORES = 2
-"""The number of cores left to the lanes and the driver thread, which launches compute, if an accelerator computes."""
+"""The number of cores that the kernel leaves free if an accelerator computes: for lanes, and for the driver thread,
+which launches compute."""
 
 ADDRESSES_PER_SLICE = 8
 """The number of 64-bit numbers in a row of the table for `UpdateKernel.update`."""
@@ -53,7 +54,7 @@ class Flag(enum.IntFlag):
     TORCH_ROOT = 64
     """Compute square roots with the kernel's `root`, MKL's function, which does not always round correctly."""
     NEWTON_ROOT = 128
-    """Compute square roots with instructions that round as MKL's generic code does: not always correctly."""
+    """Compute square roots with the rounding of MKL's generic code, which is not always correct."""
 
 
 class Hyper(ctypes.Structure):
@@ -135,7 +136,7 @@ class UpdateKernel:
         )
 
     def square_roots(self, values: int, roots: int, numel: int, flags: Flag) -> None:
-        """Write the square roots of `values` to `roots`, with the root that an update with `flags` uses. `values`,
+        """Write the square roots of `values` to `roots`. Compute them as an update with `flags` does. `values`,
         `roots`: addresses of [numel] fp32, valid during the call. `numel`: a multiple of 16."""
         functions = self.root or (None, None)
         self._check(self._library.tz_square_roots(values, roots, numel, flags, LEVELS[self.level], *functions))

@@ -301,7 +301,7 @@ def _apply_in_order(run: _Run, on_written: Callable[[Tensor], None]) -> None:
 
 
 class _MovedState(Mapping[nn.Parameter, ParamState]):
-    """Reads the state of a run, one parameter at a time, as a mapping from parameters to their state."""
+    """Maps each parameter of a run that has state to a copy of its state. A lookup reads the state of one parameter."""
 
     def __init__(self, view: StateView) -> None:
         self._view = view

@@ -94,8 +94,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
         """Step this rank's parameters, and broadcast each to the other ranks. Pass `kwargs` to the local optimizer's
-        `step`, and return its result. A call without arguments, with every lr and gradient 0, only creates state,
-        without broadcasts."""
+        `step`, and return its result. A call without arguments only creates state, without broadcasts, if every lr and
+        every gradient is 0 (see `creates_state`)."""
         grads = [param.grad for param in params_of(self.param_groups) if param.grad is not None]
         if closure is None and not kwargs and creates_state(self.param_groups, grads):
             # torch.distributed.checkpoint steps with an lr of 0 to create state, and only on ranks without state: so
@@ -268,8 +268,8 @@ class _Broadcasts:
         self._under_way: list[tuple[Any, Tensor, Tensor]] = []
 
     def advance(self, _param: Tensor) -> None:
-        """Count one written parameter of this rank. Start each next round in which this rank broadcasts a written
-        parameter."""
+        """Count a parameter that this rank has written. Then start rounds, as long as this rank has written its
+        parameter of the next round."""
         self._num_written += 1
         own = self._messages[self._ranks.rank]
         while self._num_rounds < len(own) and own[self._num_rounds][0] <= self._num_written:

@@ -65,7 +65,7 @@ LOSS_NBYTES = 12
 fp32."""
 
 GELU_OF_OPERATIONS = "gelu_new"
-"""The name of an activation function that consists of several torch operations. Autograd saves tensors for each
+"""The name, in a model's config, of a GELU that consists of several torch operations. Autograd saves tensors for each
 operation."""
 
 

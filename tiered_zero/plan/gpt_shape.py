@@ -55,7 +55,7 @@ _FAMILIES = (
     (3e9, GPTConfig(vocab=128256, context=8192, tied=False)),  # Llama 3
 )
 """Pairs (least number of parameters, shape). `gpt_of_size` takes vocabulary, context and output head from the last pair
-whose number is not above the wanted one."""
+whose number does not exceed the wanted number of parameters."""
 
 
 def gpt_of_size(num_wanted: float) -> GPTConfig:

@@ -347,9 +347,9 @@ def _returned_nbytes(tiers: Placement, request: PlanRequest) -> int:
 
 
 def _pager_limits(paged: Sequence[Unit], request: PlanRequest, room_nbytes: int, tier: str) -> PagerLimits:
-    """Size the window, the device memory for paged units. It holds the largest chain (the paged units of a module and
-    of all modules around it) and the two largest other units, to fetch ahead. It shrinks to `room_nbytes` and to the
-    config's limit, but never below the chain."""
+    """Size the window, the device memory for paged units. The window holds the largest chain (the paged units of a
+    module and of all modules around it) and, to fetch ahead, the two largest other units. `room_nbytes` and the
+    config's limit can make the window smaller, but not smaller than the chain."""
     if not paged:
         return PagerLimits(live_nbytes=0)
     zero = request.config.zero_optimization

@@ -36,8 +36,8 @@ Limits = Mapping[str, tuple[int, str]]
 
 
 RESERVED_SHARE = 8
-"""If the config sets no limit, an eighth of free device and host memory stays free for code, the system, and
-activations on the device. Plans do not count these."""
+"""An eighth of free device and host memory stays free, unless the config sets a limit that fits in the free memory. The
+eighth is for code, the system, and activations on the device, which plans do not count."""
 
 RESERVED = ", less an eighth for "
 """Text in a limit's name if the limit is the free memory minus an eighth."""

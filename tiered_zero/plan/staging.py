@@ -19,8 +19,8 @@ buffers of this size the disk reaches its full rate."""
 
 NUM_PARAM_STAGING = 4
 AUTO_STATE_STAGING_NBYTES = 168 * MIB
-"""The least total size of the staging buffers for state, rounded down to whole buffers, if the config does not give
-their number. A small model needs less. This size keeps the disk busy during a long update or wait."""
+"""If the config gives no number of staging buffers for state, at least as many are made as fit into this size, but no
+more than there are sub-groups to stage. This size keeps the disk busy during a long update or wait."""
 
 NUM_GRADIENT_STAGING = 2
 """The number of staging buffers for gradients if an accelerator computes: one is filled while the other is added up."""
@@ -30,9 +30,10 @@ NUM_BUCKETS = 2
 
 MAX_AUTO_STATE_STAGING_NBYTES = 640 * MIB
 MAX_AUTO_STATE_STAGING_SHARE = 16
-"""Staging buffers for state may exceed AUTO_STATE_STAGING_NBYTES, to hold the state of a whole unit. Together they then
-take at most MAX_AUTO_STATE_STAGING_NBYTES, and at most the host's limit divided by MAX_AUTO_STATE_STAGING_SHARE. A tied
-embedding needs this, because its gradient is complete last and its update is needed first."""
+"""The staging buffers for state may exceed AUTO_STATE_STAGING_NBYTES in total, to hold the state of a whole unit. Two
+limits then hold for the total: MAX_AUTO_STATE_STAGING_NBYTES, and the host's limit divided by
+MAX_AUTO_STATE_STAGING_SHARE. A tied embedding needs this, because its gradient is complete last and its update is
+needed first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +89,7 @@ def _gradient_staging(to_host: Sequence[Unit], request: PlanRequest) -> StagingS
 
 
 def _buckets(trainable: Sequence[Unit], request: PlanRequest) -> StagingSize:
-    """Size the buckets: buffers for gradients that ranks reduce."""
+    """Return the size and number of buckets: the buffers in which ranks reduce gradients."""
     if request.world_size == 1 or not trainable:
         return StagingSize()
     buckets = cut_buckets(trainable, request.world_size, request.bucket_numel)

@@ -27,8 +27,9 @@ from tiered_zero.sizes import TIERS
 
 MODEL_SHARE: Final = {"cpu": 0.45}
 OTHER_SHARE: Final = 0.75
-"""The rate of a whole forward, divided by the rate of its matrix products: MODEL_SHARE by device, OTHER_SHARE for
-devices not listed there. Predictions use this share if the rate of all other work was not measured."""
+"""The assumed rate of a whole forward, divided by the rate of its matrix products. Predictions use it if the rates of
+the forward's other work were not measured. MODEL_SHARE lists the value of some devices. OTHER_SHARE is for all other
+devices."""
 
 PYTHON_S_PER_TENSOR: Final = 1.5e-4
 """Seconds that hooks and autograd take for each trained tensor and micro-batch, if the CPU computes."""
@@ -51,8 +52,8 @@ HIDDEN_SHARE: Final = 1.05
 """A tier's transfers are hidden if a step takes at most HIDDEN_SHARE times as long as its compute."""
 
 HIDDEN_STEP: Final = 1.1
-"""The search for the least number of tokens that hides a tier's transfers ends when the upper bound is at most
-HIDDEN_STEP times the lower bound."""
+"""The precision of `_hidden_from`, which searches for a number of tokens. The search ends when the upper bound is at
+most HIDDEN_STEP times the lower bound."""
 
 RESOURCES: Final = ("compute", "fetch", "reduce", "update", "disk read", "disk write")
 
@@ -60,14 +61,13 @@ CORES: Final = ("compute", "fetch", "reduce", "update")
 """The resources whose work runs on the processor's cores, if the CPU is the device."""
 
 RESOURCES_OF: Final = {"host": CORES, "nvme": ("compute", "update", "disk read", "disk write")}
-"""Tier -> the resources that are busy with compute or with bytes of this tier. For runs in which an accelerator
-computes."""
+"""Tier -> the resources that compute and this tier's bytes keep busy, if the device is an accelerator."""
 
 Seconds = Mapping[str, float]
 """Resource -> the seconds for which work keeps it busy."""
 
 _Stages = tuple[Seconds, ...]
-"""A unit's work in one phase: an item for each stage, such as fetch, then compute."""
+"""A unit's work in one phase: the busy seconds of each stage, in order, such as fetch, then compute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,8 +315,8 @@ class _Use:
 
 
 def _walk(uses: Sequence[_Use], on_device: deque[int]) -> Iterator[tuple[_Use, bool]]:
-    """Yield each use, and whether its unit has to be fetched. `on_device`: the indices of the units used last, which
-    are on the device; updated here."""
+    """Yield each use, and whether its unit has to be fetched. `on_device`: the indices of the units on the device, in
+    the order of their last use; each use updates it."""
     for use in uses:
         yield use, use.unit not in on_device
         if use.unit in on_device:

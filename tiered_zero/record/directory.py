@@ -227,7 +227,7 @@ class SwapDir:
             raise
 
     def keep(self, kept: bool = True) -> None:
-        """Leave the directories on disk until `remove`. `kept`: False undoes this."""
+        """Leave the directories on disk until `remove`. With `kept` False, `release` removes them."""
         if self._finalizer.detach():
             self._kept = kept
             self._finalizer = weakref.finalize(self, _leave, self._pid, self._holds, not kept)

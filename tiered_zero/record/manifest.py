@@ -169,13 +169,13 @@ def mismatches(checks: Iterable[Range], memory: memoryview, start: int) -> Itera
 
 
 def hashed(pieces: Iterable[Range], memory: memoryview, start: int) -> list[Range]:
-    """Return the pieces of a write with their checksums. `memory`: the record's bytes from `start` on."""
+    """Return `pieces`, the ranges of a write, each with its checksum. `memory`: the record's bytes from `start` on."""
     return [piece._replace(digest=digest(memory[piece.start - start : piece.end - start])) for piece in pieces]
 
 
 def is_same(kept: Sequence[Range], memory: memoryview, start: int) -> bool:
-    """Return whether `memory` has the checksums of the ranges `kept`, which lie at the same bytes: a write would change
-    nothing. `start`: the first byte of `memory` in the record."""
+    """Return whether a write of `memory` would change nothing: the ranges `kept` cover the same bytes, and have the
+    same checksums. `start`: the first byte of `memory` in the record."""
     pieces = cut(Range(start, start + len(memory), 0, None))
     return [item[:2] for item in kept] == [piece[:2] for piece in pieces] and not any(mismatches(kept, memory, start))
 

@@ -125,8 +125,8 @@ def _is_uncorrected(optimizer: Optimizer) -> bool:
 
 
 def group_params(source: Optimizer, specs: Mapping[nn.Parameter, ParamSpec]) -> dict[str, int]:
-    """Return parameter name -> index of its param group in `source`. Raises ModelError if `source` holds a parameter
-    that is not in the model, or holds none that requires a gradient."""
+    """Return parameter name -> index of its param group in `source`. Raises ModelError if a parameter in `source` is
+    not in the model, or if no parameter in `source` requires a gradient."""
     group_of: dict[str, int] = {}
     for index, group in enumerate(source.param_groups):
         for param in group["params"]:

@@ -127,8 +127,8 @@ class WarmupDecayLR(WarmupLR):
 
 @final
 class WarmupCosineLR(Schedule):
-    """Multiplies the groups' own rates by a ratio that rises from `warmup_min_ratio` to 1, then falls along half a
-    cosine to `cos_min_ratio`. At i = -1 (the first optimizer step) the rate is 0, as in DeepSpeed."""
+    """Multiplies the groups' own rates by a ratio. The ratio rises from `warmup_min_ratio` to 1, then falls along half
+    a cosine to `cos_min_ratio`. In the first optimizer step the rate is 0, as in DeepSpeed."""
 
     def get_lr(self) -> list[float]:
         return [lr * self._ratio(self.last_batch_iteration) for lr in self._own_lrs]

@@ -110,8 +110,8 @@ class NativeRule(UpdateRule):
     _takes_root = False
     _counts_steps = True
     _variants: Sequence[Mapping[str, Any]] = ()
-    """Param group values for the test of torch's bits: it runs with the defaults, then with each of these. Together
-    they cover every operation of the rule."""
+    """Param group values with which the kernel's results are compared with torch's, after the defaults. Together they
+    cover every operation of the rule."""
 
     def __init__(self, kernel: UpdateKernel | None, state_dtype: torch.dtype = torch.float32, **options: Any) -> None:
         """Make the rule, and test whether the kernel gives torch's bits. `kernel`: the native kernel; None: torch makes
@@ -284,7 +284,8 @@ class NativeRule(UpdateRule):
             part.scalars = self._next_scalars(hyper, part.scalars)
 
     def _update_copies(self, kept: Slice, hyper: Mapping[str, Any], scalars: Mapping[str, Any]) -> None:
-        """Step fp32 copies of a slice with int16 masters or bf16 state, and convert the results back."""
+        """Make a step on a slice with int16 masters or bf16 state. Convert these arrays to fp32, make the step, and
+        convert the results back."""
         joined, lossy = kept.master.dtype is torch.int16, self.state_dtype is not torch.float32
         seed = self._kernel_hyper(hyper, kept.scalars).seed
         state = {name: array.float() for name, array in kept.state.items()}
@@ -386,7 +387,8 @@ def find_torch_root() -> MklRoot | None:
 
 
 def choose_root(kernel: UpdateKernel) -> Flag | None:
-    """Return the fastest of the kernel's square roots that has torch's bits; None if none has."""
+    """Return the flag of the kernel's fastest square root whose results equal torch's in every bit; None if there is
+    none."""
     key = kernel.path, kernel.level, kernel.root
     if key not in _roots:
         candidates = (flag for flag in _ROOTS if kernel.root or flag is not Flag.TORCH_ROOT)

@@ -137,7 +137,7 @@ def _part(part: Slice, start: int, stop: int) -> Slice:
 
 def dequantize(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor, kernel: UpdateKernel | None) -> None:
     """Compute `values`, [n] fp32, from `codes`, [n] int8 (first moments) or uint8 (second moments), and `scales`, one
-    per block. `kernel`: computes them; None: torch does."""
+    per block. `kernel`: the native kernel that computes the values; None: use torch."""
     if kernel is not None:
         kernel.convert(_moments(codes, scales, values))
         return

@@ -150,7 +150,7 @@ class FollowingMasters(FullMasters):
         return master if followed is master else master.copy_(followed)
 
     def copy_unstepped(self, masters: Parts, outs: Parts) -> None:
-        """Do nothing: `outs` already hold the parameters, which the masters follow."""
+        """Do nothing: `outs` hold the parameters already, and `bind` has copied changed ones to the masters."""
 
 
 @final
@@ -181,8 +181,8 @@ class ParamMasters(MasterFormat):
 
 @final
 class RemainderMasters(MasterFormat):
-    """Stores the int16 remainders of masters of bf16 parameters. The signs of second moments hold the marks. See [Note:
-    bf16 and remainder]."""
+    """Stores each master of a bf16 parameter as an int16 remainder and one more bit, the mark. The mark is stored in
+    the sign of the second moment. See [Note: bf16 and remainder]."""
 
     dtypes = (torch.int16, torch.float32)
     needs_params = True
@@ -192,8 +192,8 @@ class RemainderMasters(MasterFormat):
         return join_master(params, parts[0], parts[1].signbit())
 
     def replace(self, parts: Parts, master: torch.Tensor, params: torch.Tensor | None = None) -> None:
-        """Write the remainders of `master` to `parts[0]`, and its marks to the signs of the second moments, `parts[1]`.
-        Write the rounded masters to `params`, if given."""
+        """Split `master` (see `split_master`). Write the remainders to `parts[0]`, and the marks as signs of the second
+        moments to `parts[1]`. Write the rounded masters to `params`, if given."""
         for start in range(0, master.numel(), _STEP_NUMEL):
             own = slice(start, start + _STEP_NUMEL)
             rounded, remainder, mark = split_master(master[own])
@@ -211,7 +211,7 @@ class RemainderMasters(MasterFormat):
         return torch.where(changed, 0, remainder), torch.where(changed, square.abs(), square)
 
     def copy_unstepped(self, masters: Parts, outs: Parts) -> None:
-        """Do nothing: `outs` already hold the parameters."""
+        """Do nothing: the update has read the parameters into `outs` already (`needs_params`)."""
 
 
 def master_format(name: str) -> MasterFormat:
@@ -305,12 +305,13 @@ class StateLayout:
         return spans
 
     def master_parts(self, raw: torch.Tensor, segment: Segment) -> list[torch.Tensor]:
-        """Return the masters of `segment` as views of `raw`, the slot's bytes: one for each array of the format."""
+        """Return the masters of `segment` as views of `raw`, the slot's bytes: one view for each array that the master
+        format stores."""
         return [raw[start : start + nbytes].view(dtype) for start, nbytes, dtype in self.master_spans(segment)]
 
     def marks(self, raw: torch.Tensor) -> torch.Tensor | None:
-        """Return the state array, [numel], whose signs hold the marks of RemainderMasters; None for another master
-        format."""
+        """Return the state array, [numel], whose signs store the marks of RemainderMasters, one bit of each master;
+        None for another master format."""
         return _view(raw, self.arrays[0]) if len(self.masters.dtypes) > 1 else None
 
     def views(self, raw: torch.Tensor) -> dict[int, torch.Tensor]:
@@ -325,8 +326,8 @@ class StateLayout:
         views: Mapping[int, torch.Tensor] | None = None,
     ) -> dict[str, torch.Tensor]:
         """Return name -> view of a piece's state in `raw`, the slot's bytes. `stop`: for an elementwise rule, the
-        element of the sub-group at which the views end; None: at the piece's end. `views`: `views(raw)`, if the caller
-        has it."""
+        element of the sub-group at which the views end; None: at the piece's end. `views`: the result of the method
+        `views` for `raw`; None: views are made."""
         state = {}
         for array in self.arrays_for(piece):
             view = _view(raw, array) if views is None else views[array.offset]

@@ -17,7 +17,7 @@ CPU_SHARE = 0.5
 this cause. It does so only if the CPU computes, and compute or update is the busiest lane."""
 
 WAIT_SHARE = 0.1
-"""A wait is named only if it takes at least this share of a step."""
+"""The explanation names a wait only if the wait takes at least this share of a step."""
 
 _TOKENS = "more tokens per step (train_micro_batch_size_per_gpu)"
 _DISK = (
@@ -88,7 +88,8 @@ def remedy_of(lane: str) -> str:
 
 
 def explain_prediction(report: RunReport) -> str:
-    """Return a text: how wrong the prediction of a step was, and for which lane most. "" if there is no prediction."""
+    """Return a text that compares the predicted and measured seconds of a step, and names the lane with the largest
+    error. "" if there is no prediction."""
     rows = report.prediction_rows()
     if len(rows) < 2:
         return ""
@@ -101,7 +102,8 @@ def explain_prediction(report: RunReport) -> str:
 
 
 def explain_pace(report: RunReport) -> str:
-    """Return a text: what takes the largest part of a typical step, and what would shorten it. "" without steps."""
+    """Return a text: what takes the largest part of a typical step, and what would shorten it. "" if there are no
+    steps."""
     if not report.busy_s or not report.step_s:
         return ""
     lane = max(report.busy_s, key=lambda name: report.busy_s[name])

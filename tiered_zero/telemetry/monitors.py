@@ -54,7 +54,7 @@ def tensorboard_in(folder: Path) -> Open:
 
 
 def wandb_of(**names: str | None) -> Open:
-    """Return an `Open` function for a writer to Weights & Biases. `names`: arguments for `wandb.init`."""
+    """Return a function (`Open`) that makes a writer to Weights & Biases. `names`: arguments for `wandb.init`."""
 
     def open_run(end: ExitStack) -> Write:
         import wandb

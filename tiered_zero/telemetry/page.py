@@ -130,7 +130,7 @@ CUT_AT = 4.0
 """A step's bar is cut off at this multiple of the median wall time. Else one long step would flatten the others."""
 
 MAX_BARS = 4000
-"""The most bars in a timeline. Of more spans, the longest are drawn."""
+"""The most bars in a timeline. If a step has more spans, only the longest are drawn."""
 
 MAX_PLACES = 6
 """The most saved checkpoints that the page names."""

@@ -29,14 +29,14 @@ logger = logging.getLogger("tiered_zero")
 FORMAT_VERSION = 1
 
 TIMELINE_STEP = 3
-"""The record has the spans of this step, counted from 1 in this process. By this step the pager knows the order in
-which units are used, so it prefetches them."""
+"""The step whose spans are in the run's record, counted from 1 in this process. By this step the pager knows the order
+in which units are used, so it prefetches them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunHeader(JsonRecord):
     """The first line of a record: facts known before the first step. `planned_nbytes`: tier -> kind -> bytes.
-    `meanings`: tier -> kind -> the plan's words for the kind. `config`: key -> value as JSON, without defaults.
+    `meanings`: tier -> kind -> the plan's description of the kind. `config`: key -> value as JSON, without defaults.
     `predicted`: "tokens" -> tokens of a step, "step" -> its predicted seconds, each lane -> its predicted busy seconds.
     `started_at`: Unix time."""
 
@@ -307,8 +307,8 @@ def _about(what: str, thread: int, **args: Any) -> dict[str, Any]:
 
 
 class RunObserver:
-    """Writes each step to the run's record and trace. `report_path`, `trace_path`: their files; None: no file. Makes
-    the recorder keep the spans that are written. Raises ConfigError."""
+    """Writes each step to the run's record and trace. `report_path`, `trace_path`: their files; None: no file. Sets
+    `recorder.keep_spans` during the steps whose spans are written. Raises ConfigError."""
 
     def __init__(self, recorder: Recorder, header: RunHeader, report_path: str | None, trace_path: str | None) -> None:
         self._recorder = recorder

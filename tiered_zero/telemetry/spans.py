@@ -80,8 +80,8 @@ class Recorder:
         self._idle_s: defaultdict[str, float] = defaultdict(float)
 
     def span(self, lane: str, kind: str, name: str = "", nbytes: int = 0) -> _OpenSpan:
-        """Time a `with` block as a span of `lane`. If the block raises, its bytes are not counted. `kind`: "forward",
-        "wait_param", ... One thread at a time may be inside spans of one lane."""
+        """Time a `with` block as a span of `lane`. If the block raises, `nbytes` is not counted. `kind`: such as
+        "forward" or "wait_param". Only one thread at a time may be inside spans of one lane."""
         # autograd's thread may use the driver's lane: the main thread waits in backward
         return _OpenSpan(recorder=self, lane=lane, kind=kind, name=name, nbytes=nbytes)
 

@@ -82,7 +82,7 @@ class NvmeTier(Tier):
         self._recovered = store.records()
         """Records of a resumed run that have no slot yet."""
         self._num_charged: dict[Slot, int] = {}
-        """Slot -> the number of its places on disk that the ledger counts."""
+        """Slot -> how many of the slot's places on disk are charged to the ledger."""
         self._deferred = 0
         """The number of fetches under way whose staging buffers are leased later, by their job on the fetch lane."""
         self._lock = threading.Lock()
@@ -159,8 +159,9 @@ class NvmeTier(Tier):
         return lambda target, source: submit(partial(copy, target, source), after=[compute], holds=[target])
 
     def _cut(self, fetch: _Fetch, spans: Sequence[tuple[int, int]], takes_buffers: bool = False) -> None:
-        """Cut `spans`, ranges of bytes (from, to), into chunks of the fetch. Start to read each chunk into
-        `fetch.pages`, or, if `takes_buffers`, into a free staging buffer. Other chunks are read later, by `_land`."""
+        """Cut `spans`, ranges of bytes (from, to), into chunks of the fetch. If `fetch.pages` is set, start to read
+        every chunk into `fetch.pages`. Else, if `takes_buffers`, start to read chunks while a staging buffer is free.
+        `_land` reads the remaining chunks."""
         pages, record = fetch.pages, fetch.record
         most = self._staging.buffer_nbytes if pages is None else fetch.target.numel()
         for start, end in ((at, min(at + most, stop)) for begin, stop in spans for at in range(begin, stop, most)):

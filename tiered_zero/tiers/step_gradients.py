@@ -48,7 +48,7 @@ class UnitShare:
 
 class GradientSource(ABC):
     """The gradients that one update reads, by segment (the part of a unit in one sub-group). Used by one thread at a
-    time. Methods that a subclass does not override suit gradients that are in host memory from the start."""
+    time. The methods with a default suit gradients that are in host memory from the start."""
 
     @abstractmethod
     def has(self, unit: Unit, param: ParamSpec) -> bool:
@@ -67,7 +67,7 @@ class GradientSource(ABC):
         return True
 
     def wait_transfers(self, unit: Unit) -> None:
-        """Block until `part` can read the unit's gradients."""
+        """Block until the unit's gradients have arrived, so that `part` can read them."""
         return
 
     def read_part(self, segment: Segment, out: torch.Tensor) -> Transfer | None:
@@ -134,7 +134,7 @@ class StepGradients(GradientSource):
                 share.paged.windows.drop(share.paged)
 
     def fill(self, later: StepGradients) -> None:
-        """Add the shares in `later` whose units have no share here."""
+        """Add each share of `later` whose unit has no share in `shares` yet."""
         for unit, share in later.shares.items():
             self.shares.setdefault(unit, share)
 
@@ -165,7 +165,7 @@ class PagedFlat:
         self.arriving: Transfer = COMPLETED
         """The last job that launches copies to the flat's window. See [Note: Waits for gradients]."""
         self.writing: Transfer | None = None
-        """The write of the window to the record; None if no write is under way."""
+        """The transfer that writes the flat's window to its record; None if no write is under way."""
         self.is_stored = False
         """Whether the record holds the flat's bytes."""
         self.num_users = 0

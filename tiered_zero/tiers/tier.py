@@ -238,7 +238,7 @@ class UnitUpdate:
             return sorted(self._covered.items())
 
     def cancel_copies(self) -> None:
-        """Start no more copies to the target, and wait for those under way. Raises their first error."""
+        """Start no more copies to the fetch's memory, and wait for copies under way. Raises their first error."""
         with self._lock:
             self._target = self._start_copy = None
             copies = [copy for _, copy in self._copies]

@@ -50,12 +50,12 @@ class Schedule:
         after this use."""
         self._numel_of: dict[PagedUnit, int] = {}
         self._distances: dict[Pair, int] = {}
-        """Pair -> the elements of all uses that came last time between the pair's second use and the next use of the
-        same unit."""
+        """Pair -> a distance: the sum of the elements of all uses between the pair's second use and the next use of the
+        same unit, when the pair last occurred."""
         self._ahead: deque[Use] = deque()
         """The expected uses, the next one first. [Note: Expected uses]"""
         self._tip: Pair = (None, None)
-        """The pair (two successive uses) whose second use is the last expected one; `_last` if no use is expected."""
+        """The last expected use and the use before it, as a pair; `_last` if no use is expected."""
         self.expected: dict[PagedUnit, int] = {}
         """Unit -> the number of its expected uses. Has no key for a unit without expected uses."""
         self._counted: set[PagedUnit] = set()
@@ -106,9 +106,10 @@ class Schedule:
     # -- ahead -----------------------------------------------------------------------------------------------------
 
     def expect_next(self, current: PagedUnit, until: str = "") -> Iterator[PagedUnit]:
-        """Add the predicted next uses to the expected ones, one by one. If a unit has no expected use yet, yield the
-        unit first, so that the caller can fetch it. Do not yield `current`, the unit in use. Stop before a use in the
-        pass `until`, when the next use is unknown, and when the known uses begin to repeat."""
+        """Add the predicted next uses to the expected ones, one by one. Before adding the first expected use of a unit,
+        yield the unit, so that the caller can fetch it. Do not yield `current`, the unit in use. Stop before the first
+        use in the pass called `until`. Also stop when the next use is unknown, or when the known uses begin to
+        repeat."""
         seen = set()
         while (pair := self._tip) not in seen and len(self._ahead) < len(self._next):
             if (use := self._next.get(pair)) is None or use[0] == until:
@@ -296,8 +297,8 @@ class UnitCache:
         return True
 
     def _may_prefetch(self, paged: PagedUnit) -> bool:
-        """Return whether the unit may be prefetched. If its update began in backward: False until the update ends, or
-        with several ranks until step()."""
+        """Return whether the unit may be prefetched. A unit whose update began in backward may be prefetched when the
+        update has ended; with several ranks, only after step()."""
         if paged.weights is not WeightState.UPDATING:
             return True
         # A fetch would wait for the update, and the update for gradients. To compute these, backward may need a later

@@ -125,7 +125,8 @@ def _gather_unit(pager: Pager, paged: PagedUnit, modify: bool, modifier_rank: in
 
 @contextmanager
 def _writing(paged: PagedUnit) -> Iterator[None]:
-    """Allow user code to change the unit inside the block. The caller then writes the changes back, or raises."""
+    """Allow user code to change the unit inside the block. The caller writes the changes back, or drops them if user
+    code raises."""
     paged.num_writers += 1
     try:
         yield

@@ -168,7 +168,7 @@ def assign_grad(param: nn.Parameter, value: torch.Tensor | None, is_guarded: boo
 # -- parameters in use -------------------------------------------------------------------------------------------------
 
 WATCHED = ("numpy", "__array__", "data_ptr", "__dlpack__")
-"""Methods that let user code write to a tensor's memory without moving its version counter."""
+"""Methods that give user code a tensor's memory. Writes to this memory do not change the tensor's version counter."""
 
 
 def _watch(tensor: torch.Tensor) -> None:
@@ -324,8 +324,8 @@ offloaded parameter as it is."""
 # An offloaded parameter answers everything that does not need its bytes.
 _BYTE_PROPERTIES = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
 _OF_CLASS_IN_USE = frozenset({"detach", "__getitem__", *WATCHED})
-"""Names of methods that classes in use override. After a fetch, the method of the parameter's class in use runs, not
-torch's."""
+"""Names of methods that the class of a parameter in use overrides. If user code calls one on an offloaded parameter,
+the parameter is fetched, then the override runs, not torch's method."""
 _METADATA_METHODS = frozenset(
     "size dim ndimension numel nelement stride storage_offset is_contiguous element_size is_floating_point is_complex "
     "is_signed get_device requires_grad_ register_hook register_post_accumulate_grad_hook retain_grad __len__ "
@@ -421,7 +421,8 @@ class OffloadedParameter(nn.Parameter):
 
     def _plain_copy(self, function: str) -> nn.Parameter | None:
         """Return a copy of the parameter on the CPU. While modules or a backward run, fetch the parameter instead and
-        return None. The caller then copies the fetched parameter with the method of the parameter's new class."""
+        return None. A fetched parameter has its own class again, so the caller copies it with the method of that
+        class."""
         handler = require_handler(self)
         if (value := handler.idle_copy(self)) is not None:
             return nn.Parameter(value, self.requires_grad)
@@ -464,8 +465,8 @@ def _fault_in(param: nn.Parameter, used: Sequence[nn.Parameter], function: str) 
 
 
 def _offloaded_in(values: Any) -> Iterator[tuple[nn.Parameter, list[nn.Parameter]]]:
-    """Yield each parameter in `values`, the arguments of a call, that is offloaded when its turn comes. With it yield a
-    list of all other parameters in `values`."""
+    """Yield (parameter, others) for each offloaded parameter in `values`, the arguments of a call. `others`: all other
+    parameters in `values`. Skip a parameter that was fetched before its turn."""
     used = list(_parameters_in(values))
     for index, param in enumerate(used):
         if isinstance(param, OffloadedParameter):
@@ -475,7 +476,7 @@ def _offloaded_in(values: Any) -> Iterator[tuple[nn.Parameter, list[nn.Parameter
 def _fetch_for_operator(operator: Any, args: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
     """Fetch the offloaded parameters among the arguments of `operator`, which C++ code has called. Return False, and
     fetch none, if the operator reads only metadata. Raises ParameterOffloadedError if no argument is an offloaded
-    parameter, because C++ code has then made its own tensor from a parameter's memory."""
+    parameter. An argument is then a tensor that C++ code has made from a parameter's memory."""
     name = operator.overloadpacket.__name__
     if name in _METADATA_METHODS:
         return False

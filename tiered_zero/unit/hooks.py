@@ -95,7 +95,8 @@ class ModuleHooks:
         self._layers_4bit: list[nn.Module] = []
         """Layers quantized to 4 bits that have a `Forward4bit` as their `forward`."""
         self._key: int | None = None
-        """The key under which the tables of hooks of every module hold the engine's forward hooks."""
+        """The key of the engine's forward hooks and pre-hooks in every module's tables of hooks; None before the first
+        hook."""
         self._model = model
         self._units = units
         # torch.compile ends a module's graph before these calls, and begins a new one after them

@@ -165,7 +165,7 @@ class ParamCopies:
         return self._depth > 0
 
     def start(self, before_weights_read: Callable[[], None], params: Iterable[nn.Parameter]) -> None:
-        """Begin the state_dict of a module. If it is the outermost, call `before_weights_read`, and raise BudgetError
+        """Begin the state_dict of a module. For the outermost module, call `before_weights_read`, and raise BudgetError
         if whole copies of sharded `params` do not fit into host memory."""
         if self.was_broken_off():
             self._driver.was_broken_off = True

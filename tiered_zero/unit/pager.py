@@ -35,7 +35,7 @@ class Frame:
     thread: int
     pass_name: str = ""
     held: list[PagedUnit] = field(default_factory=list)
-    """Units that the pass `pass_name` uses. They stay in use until the module ends."""
+    """Units that this frame keeps in use, for the pass `pass_name`, until the module ends."""
     faulted: list[PagedUnit] = field(default_factory=list)
     """Units that were fetched because the module called a function with their parameters. They may be evicted before
     the module ends."""
@@ -69,7 +69,8 @@ class Pager:
         limits: PagerLimits,
         mover: TensorMover | None = None,
     ) -> None:
-        """`mover`: moves the tensors that autograd saves, except views of units, off the device. None: they stay."""
+        """`mover`: moves tensors that autograd saves off the device, except views of units. None: no tensor is
+        moved."""
         self._accelerator = runtime.accelerator
         self._ledger = runtime.ledger
         self._recorder = runtime.recorder
@@ -81,8 +82,8 @@ class Pager:
         self.frames: list[Frame] = []
         """The stack of modules that run, the innermost last."""
         self.direct: DirectCall | None = None
-        """The user's direct call of a module; None if there is none. If an interrupt ends the call before its forward
-        hook, the field stays set."""
+        """The running call of a module that the user called instead of the engine; None if there is none. If an
+        interrupt ends the call before its forward hook, the field stays set."""
         self.loading: list[AbstractContextManager[None]] = []
         """The open `gathered` blocks of a running load_state_dict()."""
         self.units = UnitTable()
@@ -143,8 +144,8 @@ class Pager:
         paged.add_user()
 
     def _release(self, paged: PagedUnit, pass_name: str) -> None:
-        """Remove a user. A paged unit without users is then guarded or evicted, but stays in use if `pass_name` is
-        "backward"."""
+        """Remove a user. Then guard or evict the unit if it is paged and has no users. If `pass_name` is "backward",
+        leave the unit in use."""
         paged.remove_user()
         if pass_name != "backward":
             self.cache.retire(paged)
@@ -230,7 +231,8 @@ class Pager:
         frame.is_inside_hooks = self.saved_views.begin_module()
 
     def exit_frame(self) -> bool:
-        """Close the innermost frame. Return False if there is none, or if another thread opened it."""
+        """Remove the innermost frame (a running module), and release the frame's units. Return False if there is no
+        frame, or if another thread opened it."""
         if not self.frames or self.frames[-1].thread != threading.get_ident():
             return False
         frame = self.frames.pop()
@@ -270,8 +272,8 @@ class Pager:
         self.direct = DirectCall(module=module, thread=threading.get_ident(), frame=_find_module_call())
 
     def save_direct(self) -> None:
-        """Make autograd save views of units by name instead of by address, until `end_direct`. Call this after the
-        frame of the direct call is open."""
+        """Set the hooks of `SavedViews` if the user calls a module directly (see `DirectCall`). `end_direct` removes
+        the hooks. Call this after the call's frame is open."""
         if self.direct is not None:
             self.direct.saving = self.saved_views.begin()
 
@@ -282,7 +284,7 @@ class Pager:
             self.driver.leave()
 
     def runs_directly(self) -> bool:
-        """Return whether the caller runs inside a module that the user called directly; False if it is compiled."""
+        """Return whether the caller runs inside a module that the user called directly; False for a compiled module."""
         return self.direct is not None and is_running(self.direct.frame)
 
     def ends_direct(self, module: nn.Module) -> bool:
@@ -393,8 +395,8 @@ class Pager:
             paged.storage.blank()
 
     def end_update(self) -> None:
-        """Begin to watch resident units in use for changes by user code. Called after an update or load of their
-        values."""
+        """Begin to notice changes that user code makes to resident units in use. Called after an update or load of the
+        units' values."""
         for paged in self.units.by_unit.values():
             if paged.is_resident and paged.state is UnitState.IN_USE:
                 paged.storage.begin_watch()
@@ -418,8 +420,8 @@ class Pager:
         self.end_update()
 
     def block_for_update(self) -> None:
-        """Guard or evict every trainable unit, so that its next use waits for its own update. Called in step(). Units
-        whose update began in backward are guarded or evicted already, and are only unblocked."""
+        """Guard or evict every trainable unit, so that its next use waits for its own update. Called in step(). A unit
+        whose update began in backward is guarded or evicted already: only let it be used again (see `unblock`)."""
         begun = {paged for paged in self.units if paged.weights is WeightState.UPDATING}
         self.unblock()
         for paged in self.units:
@@ -454,8 +456,9 @@ class Pager:
 
     @runs_outside_modes
     def abort(self) -> None:
-        """Close every frame, evict units without users, and count users and bytes anew. Called when a forward fails or
-        a step is dropped. No module may run. A unit that a transfer still fetches is not evicted."""
+        """Clear the stack of running modules, evict units without users, and count users and bytes anew. Called when a
+        forward has failed or a step is dropped; no module runs then. Does not evict a unit that a transfer still
+        fetches."""
         if any(frame.disables_cast_cache and frame.thread == threading.get_ident() for frame in self.frames):
             torch.set_autocast_cache_enabled(True)
         self.frames.clear()

@@ -53,7 +53,7 @@ def _as_param(owner: Any) -> nn.Parameter:
 
 
 def _with_scales(state: Any, scales: Sequence[torch.Tensor | None]) -> Any:
-    """Return a shallow copy of a quant_state that has `scales` as its scales."""
+    """Return a shallow copy of the quant_state `state`, with `scales` instead of its own scales."""
     state = copy.copy(state)
     if state.nested:
         state.state2 = copy.copy(state.state2)

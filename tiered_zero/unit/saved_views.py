@@ -134,9 +134,9 @@ class SavedViews:
                 saving.__exit__()
 
     def begin(self) -> saved_tensors_hooks | None:
-        """Set the hooks that save views by name, and return them for `end`. Do nothing and return None if the innermost
-        hooks are this object's or those of torch.utils.checkpoint. Raises ModelError if user code has moved or
-        converted the model (`module.half()`), or if a torch.func transform forbids hooks."""
+        """Set the hooks that save a view of a flat as unit and position. Return the hooks for `end`. Do nothing and
+        return None if the innermost hooks are this object's or those of torch.utils.checkpoint. Raises ModelError if
+        user code has moved or converted the model (`module.half()`), or if a torch.func transform forbids hooks."""
         self._check_converted()
         if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
             raise ModelError(_NO_TRANSFORM)
@@ -207,8 +207,8 @@ class SavedViews:
             return self._mover.pack(*saved) or saved
 
     def hooks_inside(self, outer: tuple[Pack, Unpack] | None) -> tuple[Pack, Unpack] | None:
-        """Return the hooks to set on top of `outer`, the innermost hooks. Return None if `outer` belongs to this object
-        or to torch.utils.checkpoint."""
+        """Return the (pack, unpack) hooks to set inside `outer`, the innermost hooks (None: there are none). Return
+        None (no hooks to set) if `outer` belongs to this object or to torch.utils.checkpoint."""
         if outer is None:
             return (self.pack if self._mover is None else self.pack_and_move), self.unpack
         # a checkpoint counts all saved tensors, and recomputes without the engine's call around it
@@ -220,8 +220,8 @@ class SavedViews:
         return pack in (self.pack, self.pack_and_move) or (isinstance(pack, _PackInside) and pack.views is self)
 
     def begin_module(self) -> bool:
-        """Set the hooks that save views by name, if the innermost hooks belong to others or a backward recomputes the
-        module. Called when a module begins. Return whether the caller must call `end_inside`."""
+        """Set this object's saved-tensor hooks when a module begins, if a backward recomputes the module or the
+        innermost hooks belong to other code. Return whether the caller must call `end_inside`."""
         # The program's hooks alone would hold the unit's memory, and a checkpoint would hold recomputed weights until
         # its backward ends. A checkpoint counts saved tensors: a module must save alike in forward and recomputation.
         top: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -237,8 +237,8 @@ class SavedViews:
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
     def save_recomputed(self) -> None:
-        """Set the hooks that save views by name, if a backward recomputes a forward and no hooks are set. The hooks
-        stay set until the node of the backward that runs now has ended."""
+        """Set this object's saved-tensor hooks, if a backward recomputes a forward and no hooks are set. The hooks stay
+        set until the running node of the backward has ended."""
         # as in a backward without the engine: autograd would save parameters, whose bytes are gone after eviction
         if torch._C._current_graph_task_id() == -1 or not self._may_save():
             return
@@ -251,7 +251,8 @@ class SavedViews:
 
     def unpack(self, saved: Saved) -> torch.Tensor:
         """Return the tensor that forward saved; fetch it if it is offloaded. Raises RuntimeError if the tensor was
-        changed in place since, and ModelError if a step or `gathered` has changed the weights. [Note: Entry points]"""
+        changed in place after forward saved it, and ModelError if a step or `gathered` has changed the weights. [Note:
+        Entry points]"""
         if isinstance(saved, tuple):
             tensor, expected = saved
             with torch._C.DisableTorchFunctionSubclass():

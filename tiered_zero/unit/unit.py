@@ -209,9 +209,9 @@ class FlatStorage:
         return values.view(_WORDS.get(values.itemsize, torch.int64))
 
     def take_change(self) -> tuple[str, str] | None:
-        """Return (parameter name, class name) for one parameter changed since `begin_watch`; None if there is none. The
-        class name is that of the parameter's module if `param.data = ...` gave the parameter other memory, else empty.
-        After a change, make all parameters views of the flat again."""
+        """Return (name, module class) of a parameter changed since `begin_watch`; None if none has changed. The module
+        class is "" unless user code gave the parameter other memory (`param.data = ...`). After a change, make all
+        parameters views of the flat again."""
         changed = self._find_change()
         if self._watched and not self.is_viewed:
             self._watched.clear()
@@ -434,7 +434,8 @@ class PagedUnit:
         self.fetch = None
 
     def mark_stale(self) -> None:
-        """Mark a paged unit in use as STALE, because user code has written to it and its home has older weights."""
+        """Mark the unit as STALE if it is in use and not resident. User code has written to it, and its home has older
+        weights."""
         if (self.state, self.weights) == _IN_USE and not self.is_resident:
             self._change(UnitState.IN_USE, WeightState.STALE)
 
@@ -479,7 +480,7 @@ class PagedUnit:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the unit has no users and is not OFFLOADED. Other code may hold views of its flat."""
+        """Whether the unit has no users and is not OFFLOADED, even if other code holds views of its flat."""
         return not self.num_users and self.state is not UnitState.OFFLOADED
 
     @property
@@ -489,7 +490,7 @@ class PagedUnit:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the unit is offloaded and a view still keeps its memory."""
+        """Whether the unit is offloaded but its memory is not freed, because a view refers to the memory."""
         return self.state is UnitState.OFFLOADED and self.storage.is_full
 
     @property

@@ -76,8 +76,8 @@ def _files_of(path: Path) -> Iterator[Path]:
 
 
 def _of_directory(directory: Path) -> Path:
-    """Return the directory's only index, else its model.safetensors, else its only safetensors file. Raises ModelError
-    if there is none of these."""
+    """Return the path of the weights in a directory: the index if there is exactly one, else model.safetensors, else
+    the only safetensors file. Raises ModelError if none of these is found."""
     names = sorted(path.name for path in directory.iterdir())
     files = [name for name in names if name.endswith(".safetensors")]
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
@@ -140,8 +140,8 @@ class Conversion:
 
 
 def from_files(model: nn.Module, names: Iterable[str]) -> list[Conversion]:
-    """List the conversions from tensors of files to tensors of `model`; none if it is no model of transformers 5.
-    `names`: the names of the tensors in the files."""
+    """List the conversions from tensors of files to tensors of `model`. The list is empty if `model` is not from
+    transformers 5. `names`: the names of the tensors in the files."""
     library = _library(model)
     if library is None:
         return []
@@ -156,8 +156,8 @@ def from_files(model: nn.Module, names: Iterable[str]) -> list[Conversion]:
 
 
 def to_files(model: nn.Module, names: Sequence[str]) -> list[Conversion]:
-    """List the conversions from the model's tensors `names` to the tensors that `save_pretrained` writes; none if it is
-    no model of transformers 5."""
+    """List the conversions from the model's tensors `names` to the tensors that `save_pretrained` writes. The list is
+    empty if `model` is not a model of transformers 5."""
     library = _library(model)
     if library is None:
         return []

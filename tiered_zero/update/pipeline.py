@@ -61,14 +61,14 @@ class UpdateJob:
         self.unit_updates: dict[Unit, UnitUpdate] = {}
         """Unit -> the `UnitUpdate` to complete. The driver thread adds units before `finish`."""
         self.after_of: dict[int, Transfer] = {}
-        """Index of each sub-group that is or was ready -> the transfer after which the update writes the sub-group's
-        parameters on the device. Before it, earlier compute may still read these parameters."""
+        """Index of each sub-group that is or was ready -> a transfer. It completes when compute no longer reads the
+        sub-group's parameters; the update writes parameters on the device only then."""
         self.computed = Completion()
         """Completes when every sub-group is computed, or when the job ends."""
         self.opened: deque[SubGroupWork] = deque()
         self.written: deque[SubGroupWork] = deque()
-        """`opened`: the sub-groups that are being read or wait for their update. `written`: the sub-groups that are
-        being written."""
+        """The sub-groups that are being written. `opened` has the sub-groups that are being read or wait for their
+        update."""
         self._layouts = layouts
         self._layouts_of: dict[Unit, list[StateLayout]] = {}
         """Unit -> the sub-groups that hold a part of it."""

@@ -7,17 +7,17 @@ forward needs the units. A forward that uses a unit waits only for that unit's u
 is better: the gradients of forward's first unit complete last, and its new weights are needed first.
 Without clipping and overflow check a unit's update begins in backward, once its gradients are complete. A second
 backward, or reading weights or gradients before step(), would then see old and new values, and is refused
-(`tiered_zero.optimizer_in_backward: false` allows both). Before such a backward begins, the step before it must have
-computed its updates; their writes may still run.
+(`tiered_zero.optimizer_in_backward: false` allows both). Such a backward waits until the last step's updates are
+computed; their writes may still run.
 `delayed`: ZeRO-Offload's one-step delayed parameter update (Ren et al. 2021, section 5.2). After `delay_start_step`
-exact steps the update of step i runs during forward and backward of step i+1, which compute with the parameters from
-before it: theta(i+1) = update(theta(i), gradient at theta(i-1)). New 16-bit parameters go to back slots, and gradients
-are double-buffered. The next step() makes the new values visible.
+exact steps the update of step i runs during forward and backward of step i+1, which still compute with the parameters
+from before this update: theta(i+1) = update(theta(i), gradient at theta(i-1)). New 16-bit parameters go to back slots,
+and gradients are double-buffered. The next step() makes the new values visible.
 
 [Note: Update of shards] If ranks hold shards of the state but whole parameters, `barrier` runs on every rank. The
 update lane steps this rank's shards. The driver starts to gather each unit once its shard is written, in static order,
-which is the same on every rank. Weights are whole when step() returns. The other policies would gather in the next
-forward, or when weights are first read. But one rank may do this while the others do not.
+which is the same on every rank. Weights are whole when step() returns. The other policies are not used. They would
+gather in the next forward, or when weights are first read, and one rank may do this while the others do not.
 
 [Note: State on several tiers] Sub-groups with state on the device are updated inside step(), by the driver thread, on
 the compute stream. (A later update would not be faster, because it uses the same stream.) The other sub-groups are
@@ -290,8 +290,8 @@ class OverlappedPolicy(UpdatePolicy):
         keep: Callable[[Unit], None] = lambda unit: None,
     ) -> None:
         """`freeze(unit, into)`: moves a unit's gradients from the gradient store to `into`, for an update that begins
-        in backward; None if no update begins in backward. `keep(unit)`: keeps a unit's gradients in host memory until
-        the update has read them. Called when every sub-group of the unit is ready."""
+        in backward; None if no update begins in backward. `keep(unit)`: called when every sub-group of a unit is ready;
+        keeps the unit's gradients in host memory until the update has read them."""
         super().__init__(pipeline, pager)
         self._inventory = self.view.inventory
         segments = [segment for layout in self.view.layouts for segment in layout.subgroup.segments]
@@ -302,7 +302,7 @@ class OverlappedPolicy(UpdatePolicy):
         self._open: UpdateJob | None = None
         """The update that began in backward and waits for its step()."""
         self._frozen = StepGradients()
-        """The gradients that the update in `_open` reads."""
+        """The gradients of the last update that began in backward."""
         self._started: UpdateJob | None = None
         self._running: list[Transfer] = []
         """The transfers of jobs on the update lane, in order. Each completes when its job ends."""

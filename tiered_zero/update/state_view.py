@@ -43,8 +43,9 @@ PieceScalars = Mapping[int, Mapping[str, Any]]
 
 @final
 class Scalars:
-    """Holds the scalars of every piece that has state, by sub-group. A sub-group without scalars has masters and no
-    other state. One update steps neighbouring pieces together if they share one object of scalars."""
+    """Holds the scalars, such as step counts, of every piece (part of a parameter in a sub-group) that has state. A
+    sub-group without an entry has masters and no other state. One update steps neighbouring pieces together if they
+    share one object of scalars."""
 
     def __init__(self, layouts: Sequence[StateLayout], of_subgroups: Mapping[int, PieceScalars] | None = None) -> None:
         self._layouts = layouts
@@ -270,8 +271,8 @@ class StateView:
             self.rule.init_state(layout.state(raw, piece, views=views), groups[piece.group])
 
     def _export(self, layout: StateLayout, raw: torch.Tensor, piece: ParamPiece, into: ParamState) -> None:
-        """Copy the state of a piece to `into`, the whole parameter's state in torch's format. `raw`: the slot's
-        bytes."""
+        """Copy the state of `piece`, a part of a parameter, to `into`, the state of the whole parameter in torch's
+        format. `raw`: the bytes of the sub-group's slot."""
         state = layout.state(raw, piece)
         if layout.masters.needs_params:
             for name in state.keys() & {self.rule.unsigned_field}:

@@ -99,8 +99,8 @@ class SubGroupWork:
 
     `raw`: the state, [n] uint8, in place or in the staging buffer. `lease`: the staging buffer; None if nothing is
     staged. `is_staged`: whether the state is staged. `on_device`: whether the update runs on the device. `pending`:
-    (`UnitUpdate`, first byte in the unit) of each staged part that a fetch may copy from the staging buffer until the
-    part is written.
+    (`UnitUpdate`, first byte in the unit) of each staged part that is not written yet. Until then, fetches may copy the
+    part from the staging buffer.
 
     Lists with an entry for each segment: `windows`: the memory of staged parameters; None if they are not staged.
     `grad_windows`: the memory for gradients read from NVMe; None for other gradients. `outs`: the memory to which the

@@ -121,8 +121,8 @@ class LaneTransfer(Transfer):
         failure: Failure | None = None,
         launched: threading.Event = _LAUNCHED,
     ) -> None:
-        """Make the transfer of a job. `marker`: the device reaches it when the job is complete; None: no device.
-        `launched`: set once marker and failure are known."""
+        """Make the transfer of a job. `marker`: the event that the device reaches when the job is complete; None
+        without a device. `launched`: an event that is set when `marker` and `failure` are known."""
         self.marker, self.failure = marker, failure
         self._launched = launched
 

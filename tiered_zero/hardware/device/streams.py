@@ -291,8 +291,8 @@ class DeviceClock:
         """The oldest span. It is kept outside `_pending`, because an append to the full deque drops the oldest span
         there."""
         self._zero: torch.Event | None = None
-        """The zero event, which is complete; None before the first measurement. `_zero_s`: the value of
-        time.perf_counter() when the event completed."""
+        """The completed event from which the times of other events are measured; None before the first measurement.
+        `_zero_s`: the value of time.perf_counter() when this event completed."""
         self._zero_s = 0.0
 
     @contextmanager

@@ -26,7 +26,7 @@ from tiered_zero.system import map_memory, touch_pages
 from tiered_zero.telemetry.spans import Ledger, Recorder
 
 _MAPPED_NBYTES = 128 * 1024
-"""The least bytes for which `temporary_zeros` makes a separate memory mapping. malloc starts with the same limit."""
+"""The least bytes for which `temporary_zeros` makes a separate memory mapping. It equals malloc's initial limit."""
 
 
 def trim_malloc() -> None:
@@ -79,7 +79,7 @@ class HostArena:
         self._pin = pin
         self._near_cpus = near_cpus(accelerator.device) if pin else set()
         self._pinned: dict[int, int] = {}
-        """Address of a pinned part -> its bytes."""
+        """Address of a pinned part -> its size in bytes."""
         self.poison(self._tensor)
 
     @property

@@ -113,7 +113,7 @@ class Collectives:
 
     def exchange(self, data: bytes, what: str = "messages", *, kind: str = "") -> list[bytes]:
         """Return every rank's `data`, of any length, in rank order. Blocks. `what`: names the call in errors. `kind`: a
-        name that all ranks must pass; else every rank raises RankError. Default: `what`."""
+        name that must be equal on all ranks. If it differs, every rank raises RankError. Default: `what`."""
         return [data]
 
     def fail(self, message: str) -> None:

@@ -122,12 +122,12 @@ def reduce(
 
 
 def exchange_on_host(sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], rank: int, group: Any) -> None:
-    """Exchange parts in host memory; see `Exchange`."""
+    """Exchange tensors in host memory with the other ranks, as `Exchange` describes."""
     _wait_each(_start_exchange(sent, received, rank, group))
 
 
 def exchange_on_device(sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], rank: int, group: Any) -> None:
-    """Exchange parts in device memory; see `Exchange`."""
+    """Exchange tensors in device memory with the other ranks, as `Exchange` describes."""
     outputs, inputs = [*received], [*sent]
     outputs[rank] = inputs[rank] = sent[rank][:0]
     dist.all_to_all(outputs, inputs, group=group)

@@ -44,8 +44,8 @@ logger = logging.getLogger("tiered_zero")
 
 GROUPS = ("collectives", "control")
 """Names of the process groups for host memory. Each group has a lane (a worker thread). "collectives" runs gathers and
-reductions. "control" runs calls for which the driver thread waits. With a device, "order" compares the gathers'
-names."""
+reductions. "control" runs calls for which the driver thread waits. If collectives run on an accelerator, a third group,
+"order", compares the names of gathers between ranks."""
 
 DEVICE = "device"
 """The name by which `_submit` recognizes gathers and reductions on a device.

@@ -42,15 +42,15 @@ class CollectiveCall:
 
 @dataclass(frozen=True, kw_only=True)
 class RankWaits:
-    """One rank's wait, as posted in the store."""
+    """What one rank waits for. The rank posts this in the store, and the other ranks read it there."""
 
     text: str = ""  # the wait in words; "": the rank does not wait
     call: CollectiveCall | None = None  # in which the driver thread is blocked
     num_calls: Mapping[str, int]  # group -> the number of collectives that the rank has made
 
     def has_made(self, call: CollectiveCall) -> bool:
-        """Return whether this rank, which is blocked, has made its call of a collective. `call`: another rank's call of
-        this collective, in which that rank is blocked."""
+        """Return whether this blocked rank has made the collective call that belongs together with `call`. `call`: the
+        call in which another rank is blocked."""
         if self.call is not None and (self.call.group, self.call.number) == (call.group, call.number):
             return self.call.kind == call.kind  # False: blocked in another kind in its place
         return self.num_calls.get(call.group, 0) >= call.number
