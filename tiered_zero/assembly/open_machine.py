@@ -104,8 +104,9 @@ def _find(resume: str, warnings: list[str]) -> FoundCheckpoint | None:
 
 
 def check_directories(keys: Mapping[tuple[str, ...], str]) -> list[str]:
-    """Make the swap directories of each store that has none yet. Return warnings about their file systems. `keys`: the
-    directories of one store -> the config key that names them. Raises ConfigError if a directory cannot be used."""
+    """Make the swap directories of each store that has no directory yet. Return warnings about the file systems of all
+    directories. `keys`: the directories of one store -> the config key that names them. Raises ConfigError if a
+    directory cannot be used."""
     make_missing(keys)
     by_path = {path: key for paths, key in keys.items() for path in paths}
     return [line for path, key in sorted(by_path.items()) for line in preflight_directory(path, key)]

@@ -191,11 +191,11 @@ class Checkpoints:
         place: Callable[[], None] | None = None,
     ) -> dict[str, Any]:
         """Load a checkpoint into the run and return its client_state. First every rank checks everything except the
-        values of tensors and the learning rate scheduler's state; an error after that makes the engine unusable.
-        `strict`: refuse missing and unexpected names; False: log them. `adoption`: given if this run has taken over the
-        swap files of the in-place commit `found`; None: copy the values. `place`: puts the model on its tiers after the
-        checks; None: the model is there already. Raises ModelError, ConfigError, StoreError, CorruptionError,
-        TransferError, and what the scheduler raises."""
+        values of tensors and the learning rate scheduler's state. An error after these checks makes the engine
+        unusable. `strict`: refuse missing and unexpected names; False: log them. `adoption`: given if `found` is an
+        in-place commit whose swap files this run has taken over; None: copy the values. `place`: puts the model on its
+        tiers after the checks; None: the model is there already. Raises ModelError, ConfigError, StoreError,
+        CorruptionError, TransferError, and what the scheduler raises."""
         with ExitStack() as opened:
             checked: list[tuple[Callable[[], None], dict[str, Any]]] = []
 

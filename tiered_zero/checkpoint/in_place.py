@@ -141,7 +141,7 @@ class Commits:
 
     def share(self, driver: Mapping[str, Any]) -> Share:
         """Write the copies of buffers and parameters (`DurableCopies`), and return this rank's part of the commit.
-        `driver`: this rank's `own_state`. Raises StoreError, TransferError."""
+        `driver`: the driver state that differs between ranks (`own_state`). Raises StoreError, TransferError."""
         state, scalars = self._state, self._state.view.scalars
         with torch.no_grad():
             self.copies.write()
@@ -220,7 +220,7 @@ class Commits:
             store.confirm()
 
     def _publish(self, tag: TagWriter, pointer: Transfer, step: int) -> None:
-        """Publish the prepared tag. `pointer`: completes when the tag is prepared. Raises StoreError."""
+        """Wait for `pointer`, the transfer that prepares the tag, and publish the tag. Raises StoreError."""
         try:
             pointer.wait()
             tag.publish_prepared()
@@ -344,9 +344,9 @@ def _packed(buffers: Mapping[str, torch.Tensor], nbytes: int) -> torch.Tensor:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Adoption:
-    """An in-place commit that this run adopts: the run takes over the commit's swap files. `directories`: the swap
-    paths of each store, as in the config -> the store's committed state. `paths`: the swap directories of all ranks.
-    `initialized`: indices of this rank's sub-groups that have state."""
+    """An in-place commit that this run adopts: the run takes over the commit's swap files. `directories`: maps the swap
+    paths of each store, as the config names them, to the store's committed state. `paths`: the swap directories of all
+    ranks. `initialized`: indices of this rank's sub-groups that have state."""
 
     directories: Mapping[tuple[str, ...], AdoptedStore]
     paths: frozenset[Path]

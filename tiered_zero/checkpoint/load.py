@@ -60,8 +60,8 @@ _FACTS = {
     "world_size": "a number of ranks of",
     "num_threads": "a number of CPU threads of",
 }
-"""Field of `WrittenBy` -> its name in messages. If two runs differ in one of these fields, the bits of their steps may
-differ."""
+"""Field of `WrittenBy` -> its name in messages. If two runs differ in one of these fields, the results of their steps
+may not be equal in every bit."""
 
 
 # -- matching ----------------------------------------------------------------------------------------------------------

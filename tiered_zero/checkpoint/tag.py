@@ -112,8 +112,8 @@ class Commit(StrictModel):
 
     @classmethod
     def of(cls, committed: Manifest, path: Path) -> Commit:
-        """Decode the commit in `committed`, the manifest of the store that decides it. `path`: the store's first
-        directory. Raises StoreError."""
+        """Decode the commit in `committed`, the manifest of the store that decides the commit for all ranks. `path`:
+        the store's first directory. Raises StoreError."""
         with refused(path):
             return cls.model_validate_json(to_json(committed.metadata))
 
@@ -285,8 +285,9 @@ def _wrong_file(dir_fd: int, name: str, nbytes: int) -> str:
 
 
 def _follow(info: TagInfo, manifest: TagManifest) -> TagInfo:
-    """Return `info` with facts about the newest commit of the tag's run. The tag describes an in-place commit. It is
-    complete if it describes this newest commit, and no part of the commit is missing on this host."""
+    """Return `info` with facts about the newest commit of the tag's run. `manifest`: the tag's manifest, which
+    describes an in-place commit. The tag is complete if this commit is the newest one of the run, and all its parts are
+    on this host."""
     assert manifest.swap is not None, "a tag of an in-place commit"
     first = manifest.swap.first
     info = replace(info, run_id=manifest.swap.run_id)

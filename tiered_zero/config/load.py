@@ -197,8 +197,8 @@ def _drop_offload_param(values: dict[str, Any], reading: Reading) -> None:
 
 
 def _take_idle(key: Key, value: Any, reading: Reading, off: bool = False) -> None:
-    """Record in `reading` a key that is refused or without effect. Raises ConfigError if the key is refused and `value`
-    would do something in DeepSpeed. `off`: whether the key's section is switched off; then the key is not refused."""
+    """Record in `reading` that a key has no effect. Raises ConfigError instead if the key is refused and `value` would
+    do something in DeepSpeed. `off`: whether the key's section is switched off; then the key is not refused."""
     if key.fate is Fate.REFUSED and not off and asks_for_something(key, value):
         taken = "it to be off" if False in key.allowed else " or ".join(map(json.dumps, key.allowed))
         raise ConfigError(f"{key.path}: expected {taken} or left out; found {shown(value)}. It is refused: {key.why}.")

@@ -64,8 +64,8 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def on_one_thread(method: _Method) -> _Method:
-    """Decorate a method of the engine. The method then raises ModelError if another thread uses the engine, or if a
-    forward, backward or step is running (`peek` is allowed then). See [Note: Interrupted calls]."""
+    """Decorate a method of the engine. The method then raises ModelError if another thread uses the engine. Unless it
+    is `peek`, it also raises ModelError if a forward, backward or step is running. See [Note: Interrupted calls]."""
 
     @wraps(method)
     def entered(self: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -76,7 +76,8 @@ class TrainStep:
         """Holds back KeyboardInterrupt from the start of a backward in which updates may begin to the end of the step.
         None at other times."""
         self._handled = 0
-        """The id of the exception that the program was handling when it called a module directly."""
+        """id() of the exception that the program was already handling when it called a module directly. Any other
+        exception at the end of the call is the call's own error."""
         self._ending: weakref.ref[Callable[[], None]] | None = None
         """The callback for the end of the user's own `loss.backward()`. Only autograd keeps the callback alive."""
 

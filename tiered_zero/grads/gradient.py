@@ -159,7 +159,7 @@ class UnitGradients:
 
     @cached_property
     def start(self) -> int:
-        """The position in the unit's flat of the first element of `flat`."""
+        """The element of the unit at which `flat` begins: 0, or the start of this rank's shard."""
         return 0 if self.shard is None else self.shard.start
 
     @property

@@ -76,9 +76,9 @@ class GradientReducer:
     first.
 
     [Note: Whole gradients in backward] With `overlap_comm` and gradients on the device, the last backward of a step
-    reduces buckets in the same way. It reads flats that hold sums over micro-batches. Afterwards this rank's shard of a
-    reduced unit holds the average. Gradients that come after the reduction wait in the same way, and their average is
-    added."""
+    reduces buckets in the same way. The buckets are filled from flats, which hold sums over micro-batches. Afterwards
+    this rank's shard of a reduced unit holds the average. A gradient that comes after its bucket was reduced waits for
+    a later reduction of this step, which adds the gradient's average."""
 
     def __init__(
         self,
@@ -219,7 +219,8 @@ class GradientReducer:
         self._adding = frozenset(unit for unit in self._receiving if self._units[unit].num_sums)
 
     def _widen(self, flags: Iterable[bool]) -> None:
-        """Set `_wide` to the units whose flag is true. `flags`: one for each unit, equal on all ranks."""
+        """Set `_wide` to the units whose flag is true: some rank sums their gradients of several backwards. `flags`:
+        one for each unit, equal on all ranks."""
         self._wide = frozenset(unit for unit, is_wide in zip(self._units, flags, strict=True) if is_wide)
 
     # -- in step() -----------------------------------------------------------------------------------------------------
@@ -517,8 +518,9 @@ def _other_values(messages: Sequence[bytes]) -> RankError:
 
 @final
 class UseMark:
-    """A hook on an input of one call of a module. It exists as long as the graph of the call. `number`: its place in
-    the order of calls. `is_met`: whether a backward has reached it."""
+    """A hook on an input of one call of a module. It runs when backward has passed the call, and exists as long as the
+    call's graph. `number`: the hook's place in the order of calls. `is_met`: whether a backward has reached the
+    hook."""
 
     __torch_unserializable__ = True  # users may save a tensor that has the hook
 

@@ -82,8 +82,8 @@ class GradientStore:
         self._span = runtime.accelerator.timer(runtime.recorder)
         self._measures_norms = True
         self.is_shown = False
-        """Whether parameters in use read and assign `param.grad` at its home. True while there are gradients and no
-        forward or backward of the engine runs."""
+        """Whether `param.grad` of a parameter in use is the gradient at its home, instead of autograd's attribute. True
+        while there are gradients and no forward or backward of the engine runs."""
         self._hidden_by_ranks = _HIDDEN_BY_RANKS if runtime.collectives.world_size > 1 else None
         self._hidden: str | None = self._hidden_by_ranks
         """Why `param.grad` cannot be read or assigned now, for the error; None if it can."""
@@ -127,7 +127,7 @@ class GradientStore:
 
     def _store(self, gradients: UnitGradients, entry: FlatEntry, source: torch.Tensor) -> None:
         """Copy `source`, a gradient [numel], to its home, or add it to the gradient there. Called only if the home
-        holds the whole unit, and no averages over ranks."""
+        holds the whole unit, and no reduction of this step has stored averages there."""
         index = entry.param.index
         if not gradients.arrived:  # else the unit's first gradient of this backward has waited already
             self.wait_update(gradients.unit)
@@ -291,7 +291,8 @@ class GradientStore:
         gradients.frozen = True
 
     def keep(self, unit: Unit) -> None:
-        """Keep the window of a unit's gradients that rest on NVMe, if they have one, for the running update to read."""
+        """Mark the window with a unit's gradients, if there is one, as kept, because the running update will read it.
+        Only gradients on NVMe have windows."""
         if (flat := self._units[unit].paged) is not None:
             self._accelerator.lane("reduce").submit(partial(flat.windows.keep, flat), waits=False)
 

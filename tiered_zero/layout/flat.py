@@ -167,9 +167,9 @@ def equal_bounds(stop: int, itemsize: int, world_size: int = 1) -> tuple[int, ..
 def place_by_rank(
     params: Sequence[ParamSpec], itemsize: int, world_size: int
 ) -> tuple[tuple[FlatEntry, ...], tuple[int, ...]]:
-    """Place parameters one after another, and cut the flat between parameters into shards of whole pages. Ranks get
-    about equal numbers of elements; with more ranks than parameters some get none. Returns the entries and the bounds
-    (see `Unit`)."""
+    """Place parameters one after another in a flat, and cut the flat into one shard of whole pages for each rank. No
+    parameter is cut. Ranks get about equal numbers of elements; some ranks may get none. Returns the entries and the
+    bounds (see `Unit`)."""
     page = max(CUT_NUMEL, PAGE_NBYTES // itemsize)
     total = max(1, sum(param.numel for param in params))
     entries: list[FlatEntry] = []

@@ -61,7 +61,7 @@ STATISTICS_NBYTES = 4
 """Bytes of the statistic that is saved for each row: a normalization's factor, or a head's sum of exponentials."""
 
 LOSS_NBYTES = 12
-"""Bytes per logit when the loss needs most memory: log-softmax, its gradient, and the gradient of its input, in
+"""The most bytes that the loss needs for each logit: log-softmax, its gradient, and the gradient of its input, in
 fp32."""
 
 GELU_OF_OPERATIONS = "gelu_new"

@@ -165,7 +165,8 @@ class PlannedSlot:
 
     @property
     def charges(self) -> list[tuple[str, int]]:
-        """Return a pair (kind in the ledger, bytes) for each place of the slot."""
+        """List what the ledger counts for the slot, as pairs (kind, bytes): one pair, and a second for a second place
+        on disk."""
         more = max(0, self.num_durable - 1)
         return [(self.kind, self.nbytes), *[(COMMIT_KINDS.get(self.kind, self.kind), self.nbytes)] * more]
 

@@ -1,9 +1,9 @@
 """Define the request for a plan: a config, and facts about machine, ranks and model. Choose the update policy.
 
 [Note: The CPU as the device] If the CPU computes, paging to and from host memory only copies inside host memory: this
-took a third of a step's CPU time. So offload_param and offload_optimizer with device cpu run as none (with
-bf16_remainder both or neither). Results are the same in every bit. The plan, its notice and every record name the
-devices that really run. Paging stays
+took a third of a step's CPU time. So offload_param and offload_optimizer with device cpu run as none. With
+bf16_remainder, either both run as none or neither does. Results are the same in every bit. The plan, its notice and
+every record name the devices that really run. Paging stays
 
 * with `tiered_zero.device_memory_limit`, which asks for a small device;
 * with seeded delays, which simulate another machine;
@@ -40,7 +40,7 @@ RESERVED_SHARE = 8
 eighth is for code, the system, and activations on the device, which plans do not count."""
 
 RESERVED = ", less an eighth for "
-"""Text in a limit's name if the limit is the free memory minus an eighth."""
+"""A part of a limit's name. It says that the limit is seven eighths of the free memory."""
 
 
 def limit_of(

@@ -304,7 +304,7 @@ class RecordReader:
         self._queued: deque[_Window] = deque()
         self._begun: deque[_Window] = deque()
         self._kept: dict[tuple[int, int], _Window] = {}
-        """Verified windows that keep their buffers for later requests, oldest first."""
+        """Verified windows, oldest first. Their buffers still hold the bytes, so that later requests need no read."""
         self._windows: dict[tuple[int, int], _Window] = {}
         """All windows that wait to be read or are being read."""
 

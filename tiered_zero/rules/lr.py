@@ -61,7 +61,7 @@ class Schedule(ABC):
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Set the rate for the next optimizer step. Call it once after each optimizer step. `last_batch_iteration`: the
-        new i; None: the last i plus 1."""
+        new value of this attribute; None: the old value plus 1."""
         following = self.last_batch_iteration + 1
         self.last_batch_iteration = following if last_batch_iteration is None else last_batch_iteration
         self._apply()

@@ -65,7 +65,7 @@ _torch_bits: dict[Hashable, bool] = {}
 tested once per process."""
 
 _ROOTS = Flag(0), Flag.NEWTON_ROOT, Flag.TORCH_ROOT
-"""The kernel's square roots, fastest first."""
+"""The flags for the kernel's ways to compute a square root, fastest first."""
 
 _roots: dict[tuple[Path, str, MklRoot | None], Flag | None] = {}
 _ONE = 0x3F800000

@@ -339,7 +339,8 @@ class StateLayout:
         return state
 
     def fields(self, piece: ParamPiece) -> list[StateField]:
-        """Describe the arrays that hold a piece's state. An array of the whole sub-group has the sub-group's shape."""
+        """Return the `StateField` of each array that holds the piece's state. For an elementwise rule, each array
+        covers the whole sub-group instead of only the piece."""
         return [array.field for array in self.arrays_for(piece)]
 
     def arrays_for(self, piece: ParamPiece) -> list[StateArray]:

@@ -145,8 +145,8 @@ class NvmeTier(Tier):
             raise
 
     def _copier(self, compute: Transfer, in_place: bool) -> StartCopy:
-        """Return a function that starts a copy to the device. `in_place`: whether the function copies before it
-        returns. If not, a lane copies once `compute` is done."""
+        """Return a function that starts a copy to the device. `in_place`: whether the calling thread copies, before the
+        function returns. If False, a lane copies, once the transfer `compute` is done."""
         copy = self._accelerator.copy
 
         def copy_at_once(target: torch.Tensor, source: torch.Tensor) -> Transfer:

@@ -279,7 +279,8 @@ class FlatWindows:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _begin_use(self, flat: PagedFlat, lane: str) -> None:
-        """Give the flat a window that holds its bytes, and add 1 to its `num_users`. Waits until a window is free."""
+        """Lease a window for the flat, unless the flat has one, and fill the window with the flat's bytes. Add 1 to the
+        flat's `num_users`. Waits until a window is free."""
         flat.was_opened = True
         if flat.previous is not None:
             self.drop(flat.previous)
@@ -348,8 +349,8 @@ class FlatWindows:
         return None
 
     def _finish_write(self, flat: PagedFlat, writing: Transfer, lane: str = "update") -> None:
-        """Wait for `writing`, a result of `_next_write`, and raise its error. If `writing` has stored the flat, free
-        the window."""
+        """Wait for `writing`: the write of the flat's window to NVMe, or copies to the window. Raises the error of
+        `writing`. After a successful write, free the window."""
         is_stored = False
         try:
             with self._recorder.span(lane, "wait_grad", flat.name):

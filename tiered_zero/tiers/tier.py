@@ -185,8 +185,8 @@ class UnitUpdate:
         self._target: torch.Tensor | None = None
         self._start_copy: StartCopy | None = None
         self._covered: dict[int, int] = {}
-        """First byte -> last byte + 1 of each part that the target gets by a copy that was started, or that the fetch
-        itself reads from the slot."""
+        """First byte -> last byte + 1 of each part that needs no further copy: a copy of it was started, or the fetch
+        reads it from the slot."""
         self._copies: list[tuple[int, Transfer]] = []
         """(first byte of the part, transfer) of each copy that was started."""
 

@@ -46,8 +46,8 @@ class Schedule:
         self._position = 0
         """The sum of the units' elements over all uses so far."""
         self._uses: dict[PagedUnit, tuple[Pair, int]] = {}
-        """Unit -> (pair, position). The pair ends with the unit's last use. The position is the value of `_position`
-        after this use."""
+        """Unit -> (pair, position) of the unit's last use. The pair is this use and the use before it. The position is
+        the value of `_position` after this use."""
         self._numel_of: dict[PagedUnit, int] = {}
         self._distances: dict[Pair, int] = {}
         """Pair -> a distance: the sum of the elements of all uses between the pair's second use and the next use of the
@@ -62,7 +62,7 @@ class Schedule:
         """The units that `expect_next` has yielded and that still have expected uses. `expected_numel` counts their
         elements."""
         self.expected_numel = 0
-        """The total number of elements of the expected units that are in `_counted`."""
+        """The sum of the elements of all units in `_counted`."""
 
     def observe(self, phase: str, unit: PagedUnit, numel: int) -> bool:
         """Record a use of `unit`, which has `numel` elements, in the pass `phase`. Successive uses of one unit in one

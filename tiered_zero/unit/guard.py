@@ -415,7 +415,8 @@ class OffloadedParameter(nn.Parameter):
         return self.__reduce_ex__(protocol)
 
     def as_subclass(self, cls: type[Any]) -> Any:
-        """Fetch the bytes first: torch does not call `__torch_function__` for this method."""
+        """Fetch the parameter's bytes, then call torch's method. Needed because torch does not call
+        `__torch_function__` for `as_subclass`."""
         require_handler(self).fault_in([self], "as_subclass")
         return self.as_subclass(cls)
 

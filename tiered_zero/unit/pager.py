@@ -528,8 +528,8 @@ def _find_module_call() -> FrameType | None:
 @final
 class WholeWeights:
     """Gathers units after an update or a load, in which each rank has changed only its shard. Used on the driver
-    thread. `units`: the units that the optimizer steps, in static order; empty unless ranks shard the state but not the
-    parameters."""
+    thread. `units`: if ranks shard the state but not the parameters, all units that the optimizer steps, in static
+    order; otherwise empty."""
 
     def __init__(self, runtime: Runtime, pager: Pager, units: Sequence[Unit]) -> None:
         self._accelerator = runtime.accelerator

@@ -387,7 +387,7 @@ class StepEvents(Protocol):
 
 @dataclass(eq=False, kw_only=True)
 class PagedUnit:
-    """The pager's record of one unit."""
+    """What the pager knows about one unit: its storage, state, users and version."""
 
     unit: Unit
     storage: FlatStorage

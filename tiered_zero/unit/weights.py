@@ -117,9 +117,10 @@ def _of_index(path: Path) -> Iterator[Path]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """Makes tensors of a model from tensors of files, or the reverse. `sources`: a pair (pattern in the table, name)
-    for each tensor to read. `converter`: an entry of transformers' table of weight conversions; None: the only source
-    is renamed to `target`. `rename`: a function that is applied to the names that the converter returns."""
+    """Makes tensors of a model from tensors of files, or the reverse. `converter`: an entry of transformers' table of
+    weight conversions; None: the only source is renamed to `target`. `sources`: a pair for each tensor to read: the
+    pattern in the table that matches its name, and the name. `rename`: a function that is applied to the names that the
+    converter returns."""
 
     model: Any
     target: str

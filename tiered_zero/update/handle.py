@@ -409,8 +409,9 @@ class TieredOptimizer(TierStateOptimizer):
         return completed
 
     def load_group_options(self, options: Sequence[Mapping[str, Any]]) -> None:
-        """Set the param groups to `options`, a result of `checked_group_options`. Options missing there keep their
-        values. The options fused, capturable and differentiable always do, because each run chooses them."""
+        """Set the param groups to `options`, a result of `checked_group_options`. Options missing in `options` keep
+        their values. The options fused, capturable and differentiable are never changed, because each run chooses
+        them."""
         for group, new in zip(self.param_groups, options, strict=True):
             for name, value in new.items():
                 own = group.get(name)

@@ -77,8 +77,8 @@ class UpdateJob:
                 self._layouts_of.setdefault(unit, []).append(layout)
         self._num_uncomputed = {unit: len(own) for unit, own in self._layouts_of.items()}
         self._num_unwritten = dict(self._num_uncomputed)
-        """Unit -> the number of its sub-groups that are not written yet. `_num_uncomputed` counts those not computed
-        yet."""
+        """`_num_uncomputed`: unit -> the number of its sub-groups that are not computed yet. `_num_unwritten`: unit ->
+        the number of its sub-groups that are not written yet."""
         self._changed = threading.Condition()
         self._ready: dict[int, StateLayout] = {}
         """Index of a ready sub-group -> its layout, in the order in which sub-groups became ready."""
@@ -191,7 +191,7 @@ class UpdateJob:
             return bool(self._ready)
 
     def has_ended(self) -> bool:
-        """Return whether no sub-group is ready for its update, and none will become ready."""
+        """Return whether the job has no more sub-groups to update: none is ready, and none will become ready."""
         with self._changed:
             return self._closed and not self._ready
 

@@ -339,7 +339,8 @@ class StateView:
         return list(found)
 
     def _stepped(self, layout: StateLayout, only: nn.Parameter | None = None) -> list[ParamPiece]:
-        """Return the sub-group's pieces that have state. `only`: leave out pieces of other parameters."""
+        """Return the sub-group's pieces that have state. `only`: the parameter whose pieces are returned; None: all
+        parameters."""
         stepped = self.scalars.stepped(layout)
         return stepped if only is None else [piece for piece in stepped if self._params[piece.param.name] is only]
 
@@ -430,7 +431,8 @@ class StateView:
         return array
 
     def _needed_nbytes(self, only: nn.Parameter | None) -> int:
-        """Return how many bytes copies of this rank's state take."""
+        """Return the size in bytes of copies of this rank's state. `only`: the parameter whose state is counted; None:
+        all parameters."""
         return sum(
             self._exported_nbytes(layout, piece) for layout in self.layouts for piece in self._stepped(layout, only)
         )

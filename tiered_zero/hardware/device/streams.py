@@ -194,7 +194,7 @@ class CudaAccelerator(StreamAccelerator):
         super().__init__(device, poison)
         self._unit_pool: torch.cuda.MemPool | None = None
         self._has_pool = True
-        """False once the allocator has refused to make a pool."""
+        """False once the allocator has refused to make a memory pool for units."""
 
     def _current_stream(self) -> torch.Stream:
         return torch.cuda.current_stream(self.device)

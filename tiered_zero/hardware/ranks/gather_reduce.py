@@ -17,7 +17,8 @@ from tiered_zero.errors import RankError
 from tiered_zero.hardware.ranks.launcher import all_gather_single
 
 ORDER_NBYTES = 256
-"""Bytes of the message that names a rank's gather: a digest of the name, then as much of the name as fits."""
+"""The size in bytes of the message in which a rank names the data that it gathers: a digest of the name, then as much
+of the name as fits."""
 
 
 def split_rows(flat: torch.Tensor, bounds: Sequence[int] | None, world_size: int) -> list[torch.Tensor]:

@@ -27,8 +27,8 @@ _FAILED, _CLOSED, _WAITS = "failed", "closed", "wait"
 rank has closed its engine, and what the rank waits for."""
 
 _ALL = "all"
-"""First word of a posted failure if no single rank has failed; otherwise this word is the failed rank's number. Every
-rank raises the message after _ALL unchanged."""
+"""The first word of a posted failure that is not the failure of one rank. Every rank raises the text after this word.
+The failure of one rank begins with the rank's number instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
