@@ -75,8 +75,7 @@ def initialize(
     if isinstance(config, (str, os.PathLike)) and not os.path.isfile(config):
         raise ConfigError(f"config: expected a dict or the path of a JSON file; {os.fspath(config)} is not a file.")
     settings = load(config, args, get_world_size())
-    gather_numel = settings.zero_optimization.allgather_bucket_size
-    collectives = make_collectives(settings.tiered_zero.comm_timeout_s, dist_init_required, gather_numel)
+    collectives = make_collectives(settings.tiered_zero.comm_timeout_s, dist_init_required)
     try:
         collectives.open()
         choose_device(collectives, settings.tiered_zero.device)

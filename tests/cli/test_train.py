@@ -172,14 +172,6 @@ def test_another_text_is_read(run) -> None:  # type: ignore[no-untyped-def]
     assert engine is None, "the text is checked before anything is laid out"
 
 
-def test_binary_data_is_named(run) -> None:  # type: ignore[no-untyped-def]
-    Path("data").write_bytes(bytes(range(256)) * 10)
-    result, _ = run(write_config(Path("config.json")), *SMALL, "--data", "data")
-    assert result.exit_code == 0 and "data holds NUL bytes" in result.stderr
-    Path("text").write_bytes(bytes(range(1, 256)) * 10)
-    assert "NUL" not in run(write_config(Path("config.json")), *SMALL, "--data", "text")[0].stderr
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_ends_the_run_with_an_error(run, monkeypatch, bad) -> None:  # type: ignore[no-untyped-def]
     forward = PlainEngine.__call__

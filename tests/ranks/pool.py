@@ -21,9 +21,9 @@ DEADLINE_S = 500.0
 """A case that takes longer is killed, and fails with what its ranks have written."""
 
 
-def open_collectives(timeout_s: float, **settings: Any) -> Collectives:
+def open_collectives(timeout_s: float) -> Collectives:
     """Make and open the collectives of this process's ranks."""
-    ranks = make_collectives(timeout_s, **settings)
+    ranks = make_collectives(timeout_s)
     ranks.open()
     return ranks
 

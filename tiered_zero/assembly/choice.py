@@ -216,8 +216,9 @@ class PlacementSearch:
         return ("none", "cpu", "nvme") if self._path else ("none", "cpu")
 
     def _fill(self, settings: Settings, on_device: Sequence[str]) -> Iterator[tuple[Settings, Plan]]:
-        """Extend `settings` until faster tiers are full, and yield (settings, plan). If `settings` do not fit, yield
-        nothing. `on_device`: the kinds ("param", "state") that go to the device, in this order."""
+        """Move more bytes to faster tiers until these are full. Yield (settings, plan) for each extension of `settings`
+        that fits. If `settings` do not fit, yield nothing. `on_device`: the kinds ("param", "state") that go to the
+        device, in this order."""
         plan = self._plan(settings)
         if plan is None:
             return

@@ -137,8 +137,6 @@ class Training:
         self._corpus = corpus = read_corpus(options.data)
         corpus.check(model.context)
         logger.info("%s parameters, %s; text: %s", f"{num_parameters(model):,}", model, corpus.source)
-        if corpus.is_binary:
-            logger.warning("%s holds NUL bytes, as binary files do. It is trained on byte by byte.", corpus.source)
         self._step_tokens = resolved.train_batch_size * model.context
         self._saved = {
             "--model": str(options.model or DEMO_MODEL),

@@ -204,6 +204,11 @@ OTHERS: tuple[Key, ...] = (
     ),
     *_no_effect("zero_optimization.", _ONE_RANK, use_multi_rank_bucket_allreduce=True, allgather_partitions=True),
     *_satisfied(
+        "zero_optimization.",
+        "a gather writes each shard straight to its place, and takes no bucket",
+        allgather_bucket_size=500_000_000,
+    ),
+    *_satisfied(
         "zero_optimization.", "every rank copies its own shard of every unit in any case", round_robin_gradients=False
     ),
     *_no_effect("zero_optimization.", _ONE_RANK, zero_hpz_partition_size=1),

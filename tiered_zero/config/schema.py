@@ -116,12 +116,6 @@ class ZeroSection(Section):
         description="elements of gradients that ranks reduce in one collective, at most: units share a "
         "collective up to 262144",
     )
-    allgather_bucket_size: Elements = Field(
-        500_000_000,
-        ge=1,
-        description="elements of parameters that ranks gather at once, at most: each straight to its place, so that a "
-        "gather takes no memory",
-    )
     overlap_comm: bool | None = Field(
         None,
         description="true: many ranks reduce gradients under backward; where all of them rest whole on the device "

@@ -28,11 +28,6 @@ class Corpus:
         return self._text.numel()
 
     @property
-    def is_binary(self) -> bool:
-        """Whether the first 64 KiB contain a NUL byte. A text contains none."""
-        return bool((self._text[: 1 << 16] == 0).any())
-
-    @property
     def identity(self) -> str:
         """A string that identifies the corpus: its number of bytes and their checksum. It does not depend on the file's
         path."""

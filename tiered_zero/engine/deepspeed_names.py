@@ -166,7 +166,8 @@ class DeepSpeedNames(ABC):
         return check.norm if check is not None else None
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Return whether the next `step()` updates the weights; always False without managed_gradient_accumulation."""
+        """Return whether the next `step()` updates the weights. If managed_gradient_accumulation is false, return
+        False."""
         return self._run.config.managed_gradient_accumulation and self._step.counts.is_boundary()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:

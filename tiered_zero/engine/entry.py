@@ -137,8 +137,8 @@ class StepCounts:
         self.grad_check: GradCheck | None = None
         """The result of the last gradient check; None before the first."""
         self.boundary: bool | None = None
-        """The user's setting: True if each `step()` is a boundary, False if none is. None if not set: every
-        `num_micro_batches`-th `step()` is a boundary."""
+        """The user's setting. True: each `step()` is a boundary. False: no `step()` is. None: every
+        `num_micro_batches`-th `step()` is."""
         self.num_backwards = 0
         """The number of `engine.backward()` calls since the last `step()`."""
         self.is_accumulating = False

@@ -314,8 +314,8 @@ class TrainStep:
             self.counts.end_backward(self.pager.num_uses)
 
     def end_hold(self) -> None:
-        """Stop holding back KeyboardInterrupt, and raise it if one was held back. Do nothing while a call runs, or if
-        an update begun in backward waits for its step()."""
+        """Stop holding back KeyboardInterrupt, and raise it if one was held back. Do nothing while a call of the engine
+        runs, or while an update that backward began waits for step()."""
         is_idle = self.phase.now is Phase.IDLE and not self.policy.is_open
         if self.hold is not None and (self.is_closed or is_idle):
             hold, self.hold = self.hold, None

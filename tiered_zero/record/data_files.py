@@ -389,7 +389,7 @@ class RecordReader:
         return spans[first : bisect_left(spans, stop, lo=first, key=attrgetter("start"))]
 
     def _queue(self, store: int, name: str, span: Span) -> _Window:
-        """Return the window of a span. If there is none, queue a new window, which is read when a buffer is free."""
+        """Return the window (buffer) into which `span` is read. If there is none yet, queue a new window for it."""
         window = _Window(store=store, name=name, span=span)
         if (queued := self._windows.setdefault(window.key, window)) is window:
             self._queued.append(window)

@@ -89,8 +89,8 @@ class StepReport(JsonRecord):
     kind_nbytes: dict[str, dict[str, int]] = field(default_factory=dict)
     """Tier -> kind -> peak bytes since the run began."""
     activations: dict[str, int] = field(default_factory=dict)
-    """Numbers and bytes of the activations that were moved, and of those that had no room; empty if none are
-    offloaded."""
+    """Counts and bytes of activations: those moved off the device, and those that stayed because their tier was full.
+    Empty if activations are not offloaded."""
     cpu_share: float | None = None
     """CPU seconds that the process used, divided by those that its compute threads could use; None if an accelerator
     computes."""

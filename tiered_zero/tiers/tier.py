@@ -263,8 +263,8 @@ class UnitUpdate:
         return [(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop]
 
     def _forward(self, start: int) -> None:
-        """Start to copy the pending part at byte `start` to the target, if the target lacks it. Called under the
-        lock."""
+        """Start to copy the part that begins at byte `start` to the target, unless the target has it already. The part
+        is computed, but not written yet. Called under the lock."""
         part = self._pending.get(start)
         if self._target is None or self._start_copy is None or part is None or start in self._covered:
             return

@@ -59,10 +59,9 @@ class Schedule:
         self.expected: dict[PagedUnit, int] = {}
         """Unit -> the number of its expected uses. Has no key for a unit without expected uses."""
         self._counted: set[PagedUnit] = set()
-        """The units that `expect_next` has yielded and that still have expected uses. `expected_numel` counts their
-        elements."""
+        """The prefetched units: `expect_next` has yielded them, and they still have expected uses."""
         self.expected_numel = 0
-        """The sum of the elements of all units in `_counted`."""
+        """The number of elements of the prefetched units, `_counted`."""
 
     def observe(self, phase: str, unit: PagedUnit, numel: int) -> bool:
         """Record a use of `unit`, which has `numel` elements, in the pass `phase`. Successive uses of one unit in one

@@ -467,7 +467,7 @@ def _fault_in(param: nn.Parameter, used: Sequence[nn.Parameter], function: str) 
 
 def _offloaded_in(values: Any) -> Iterator[tuple[nn.Parameter, list[nn.Parameter]]]:
     """Yield (parameter, others) for each offloaded parameter in `values`, the arguments of a call. `others`: all other
-    parameters in `values`. Skip a parameter that was fetched before its turn."""
+    parameters in `values`. A parameter that the caller has fetched in the meantime is skipped."""
     used = list(_parameters_in(values))
     for index, param in enumerate(used):
         if isinstance(param, OffloadedParameter):

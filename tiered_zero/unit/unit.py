@@ -163,8 +163,8 @@ class FlatStorage:
         self.is_full = True
 
     def empty(self, keep: bool = True) -> None:
-        """Free the flat's memory; every view keeps its shape and version counter. `keep`: whether another unit may get
-        the flat's huge pages, if it has any; False if a transfer may still write to them."""
+        """Free the flat's memory; every view keeps its shape and version counter. `keep`: whether the flat's huge pages
+        are kept for other units. Pass False if a transfer may still write to them."""
         if self._place is not None:
             self._place.empty(keep)
         elif self._bytes.resizable():

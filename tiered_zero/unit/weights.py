@@ -296,8 +296,8 @@ class WeightFiles:
                 target.copy_(read(name) if conversion is None else conversion.convert(read)[name])
 
     def _convert_names(self, model: nn.Module) -> set[str]:
-        """Record a conversion for each tensor of the model that transformers makes from tensors with other names in the
-        files. Return those names. Raises ModelError if transformers cannot make a tensor."""
+        """Find the tensors of the model that transformers makes from tensors with other names in the files, and record
+        a conversion for each. Return the names in the files. Raises ModelError if transformers cannot make a tensor."""
         used: set[str] = set()
         for conversion in from_files(model, self._paths):
             try:

@@ -412,8 +412,8 @@ class StateView:
 
     def _joined(self, param: ParamSpec, own: torch.Tensor | None, form: Sequence[Any], rank: int) -> Any:
         """Return one value of a parameter's state, joined from all ranks. `own`: the value on this rank, or None. If it
-        is an array, only this rank's elements are set. `form`: the value's description, made by `_described` on rank
-        number `rank`."""
+        is an array, only this rank's elements are set. `form`: the value's description, from `_described`. `rank`: the
+        rank that has made `form`."""
         kind, value, *rest = form
         if kind != "array":
             return value if kind == "value" else torch.tensor(value, dtype=getattr(torch, kind))

@@ -20,7 +20,7 @@ def test_a_group_that_cannot_be_aborted_is_logged(
 ) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    groups = ProcessGroups(1.0, 1)
+    groups = ProcessGroups(1.0)
     groups.failures = RankFailures(dist.HashStore(), 0, 2, 1.0, RankTraffic(), Recorder())
     groups._device_group = Group()
     groups._phase = type(groups._phase).OPEN

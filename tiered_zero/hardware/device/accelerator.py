@@ -369,8 +369,7 @@ class Accelerator(ABC):
         return recorder.span
 
     def add_spans(self) -> None:
-        """Add `timer`'s spans to their recorders, if the device has completed them. Used on the driver thread, once per
-        step."""
+        """Record the spans of `timer` that the device has completed. Used on the driver thread, once per step."""
         return
 
     def release_cached_memory(self) -> None:

@@ -63,24 +63,22 @@ def compare_order(order: str, group: Any, world_size: int) -> None:
         )
 
 
-def gather_on_host(rows: Sequence[torch.Tensor], shard: torch.Tensor, rank: int, part_numel: int, group: Any) -> None:
-    """Fill `rows`, one view for each rank, with the ranks' shards. A message has at most `part_numel` elements.
-    `shard`: this rank's shard; it may be `rows[rank]` itself.
+def gather_on_host(rows: Sequence[torch.Tensor], shard: torch.Tensor, rank: int, group: Any) -> None:
+    """Fill `rows`, one view for each rank, with the ranks' shards. `shard`: this rank's shard; it may be `rows[rank]`
+    itself.
 
     [Note: Collectives by owner] A gather broadcasts each rank's shard. A reduction sends each part to the rank that
-    owns it, and this rank adds the parts in rank order. Up to `part_numel` elements of every part are sent at once.
-    Parts may differ in size, and are sent without copies. gloo's all_gather and reduce_scatter copy everything first:
-    for 64 MiB and 4 ranks on one host, the gather took 235 ms, the broadcasts took 58 ms. gloo's reduce adds in an
-    order that depends on an element's place in the tensor.
+    owns it, and this rank adds the parts in rank order. Parts may differ in size, and are sent without copies. gloo's
+    all_gather and reduce_scatter copy everything first: for 64 MiB and 4 ranks on one host, the gather took 235 ms, the
+    broadcasts took 58 ms. gloo's reduce adds in an order that depends on an element's place in the tensor.
     """
     _copy_own(rows[rank], shard)
-    for start in range(0, max(row.numel() for row in rows), part_numel):
-        parts = [row[start : start + part_numel].view(torch.uint8) for row in rows]  # gloo takes few dtypes
-        _wait_each(
-            dist.broadcast(part, group_src=owner, group=group, async_op=True)
-            for owner, part in enumerate(parts)
-            if part.numel()
-        )
+    parts = [row.view(torch.uint8) for row in rows]  # gloo takes few dtypes
+    _wait_each(
+        dist.broadcast(part, group_src=owner, group=group, async_op=True)
+        for owner, part in enumerate(parts)
+        if part.numel()
+    )
 
 
 def gather_on_device(

@@ -97,12 +97,10 @@ class ProcessGroups(Collectives):
     message. A rank that is stopped posts nothing; the other ranks raise RankError after the timeout.
     """
 
-    def __init__(self, timeout_s: float, gather_numel: int) -> None:
-        """Read rank and world size from torch.distributed. `gather_numel`: the most elements that a gather moves at
-        once."""
+    def __init__(self, timeout_s: float) -> None:
+        """Read rank and world size from torch.distributed."""
         super().__init__()
         self._timeout_s = timeout_s
-        self._gather_numel = gather_numel
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._groups: dict[str, Any] = {}
         self._lanes: dict[str, Lane] = {}
@@ -186,12 +184,12 @@ class ProcessGroups(Collectives):
                 after = [*after, self._submit("order", self._count("order", "order"), what, compare)]
             job = partial(gather_on_device, flat, rows, shard, self.rank, self._device_group)
             return self._submit(DEVICE, call, what, job, flat.nbytes, after, [flat, shard])
-        group, part_numel = self._groups.get("collectives"), max(1, self._gather_numel // self.world_size)
+        group = self._groups.get("collectives")
 
         def gather() -> None:
             if order is not None:
                 compare_order(name, group, self.world_size)
-            gather_on_host(rows, shard, self.rank, part_numel, group)
+            gather_on_host(rows, shard, self.rank, group)
 
         return self._submit("collectives", call, what, gather, flat.nbytes, after)
 
@@ -380,15 +378,13 @@ def _next_run(group: Any) -> int:
     return _num_runs
 
 
-def make_collectives(
-    timeout_s: float, dist_init_required: bool | None = None, gather_numel: int = 1 << 62
-) -> Collectives:
+def make_collectives(timeout_s: float, dist_init_required: bool | None = None) -> Collectives:
     """Make the collectives of a run, on every rank at the same time. The caller opens and closes them.
 
     `timeout_s`: the most seconds to wait for another rank. `dist_init_required`: if False, never initialize
-    torch.distributed. `gather_numel`: the most elements that a gather moves at once. Raises ModelError and RankError.
+    torch.distributed. Raises ModelError and RankError.
     """
     if get_world_size() == 1:
         return Collectives(dist_init_required)
     ensure_many(timeout_s, dist_init_required)
-    return ProcessGroups(timeout_s, gather_numel)
+    return ProcessGroups(timeout_s)

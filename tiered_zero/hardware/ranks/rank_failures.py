@@ -220,7 +220,8 @@ class RankFailures:
         return "; ".join(f"rank {rank}: {waits.text or 'no call that waits'}" for rank, waits in found)
 
     def _read_waits(self) -> list[RankWaits]:
-        """Read what each rank has posted about its waits. Raises if the store, or a rank's post, is missing."""
+        """Read from the store in which call each rank waits. Raises if the store cannot be read, or if a rank has
+        posted nothing."""
         keys = [f"{_WAITS}/{rank}" for rank in range(self._world_size)]
         if not self._store.check(keys):
             raise LookupError("a rank has not begun")
