@@ -253,7 +253,7 @@ def test_a_model_whose_activations_do_not_fit_is_refused(tmp_path: Path) -> None
     assert assumed.exit_code == 0 and "131,072 tokens (the most that the model takes" in assumed.stdout
     assert "so they do not fit" in assumed.stdout, "a length that was assumed is no verdict"
     usage = " ".join(CliRunner().invoke(main, ["plan", "--help"]).stdout.split())
-    assert "without it a line says whether they fit at an assumed length" in usage
+    assert "Else a line says whether it fits at an assumed length" in usage
     zero = {"stage": 3, "offload_param": {"device": "none"}, "offload_optimizer": {"device": "none"}}
     (tmp_path / "config.json").write_text(
         json.dumps({"train_micro_batch_size_per_gpu": 1, **given, "zero_optimization": zero})
@@ -365,7 +365,7 @@ def test_a_plan_ends_with_the_seconds_of_a_step_where_the_rates_are_known() -> N
     ("wrong", "why"),
     [
         ("much", "'much' is no size; write bytes, or a number with KiB to TiB, or KB to TB"),
-        ("-1TB", "'-1TB' is not above zero"),
+        ("-1TB", "'-1TB' is no size"),
         ("0TB", "'0TB' is not above zero"),
         ("24", "'24' has no unit and would be bytes; add one, such as 24GiB"),
     ],
