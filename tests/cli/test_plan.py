@@ -253,7 +253,7 @@ def test_a_model_whose_activations_do_not_fit_is_refused(tmp_path: Path) -> None
     assert assumed.exit_code == 0 and "131,072 tokens (the most that the model takes" in assumed.stdout
     assert "so they do not fit" in assumed.stdout, "a length that was assumed is no verdict"
     usage = " ".join(CliRunner().invoke(main, ["plan", "--help"]).stdout.split())
-    assert "Else a line says whether it fits at an assumed length" in usage
+    assert "Otherwise a line says whether activations fit for the longest sample" in usage
     zero = {"stage": 3, "offload_param": {"device": "none"}, "offload_optimizer": {"device": "none"}}
     (tmp_path / "config.json").write_text(
         json.dumps({"train_micro_batch_size_per_gpu": 1, **given, "zero_optimization": zero})

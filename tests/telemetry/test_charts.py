@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from tiered_zero.telemetry.charts import (
     MAX_POINTS,
     NOT_RECORDED,
-    Bar,
     Series,
     legend,
     line_chart,
@@ -21,7 +19,6 @@ from tiered_zero.telemetry.charts import (
     stacked_chart,
     thin,
     ticks,
-    timeline_chart,
 )
 
 NASTY = 'a<b>&"c'
@@ -97,7 +94,6 @@ def test_nothing_recorded_is_said() -> None:
     assert line_chart("", "x", "y", line([(1, math.nan)])) == NOT_RECORDED
     assert line_chart("", "x", "y", []) == NOT_RECORDED
     assert stacked_chart("", "x", "y", []) == NOT_RECORDED
-    assert timeline_chart("", "x", [], []) == NOT_RECORDED
 
 
 def test_stacked_bars_stand_on_each_other() -> None:
@@ -113,28 +109,6 @@ def test_stacked_bars_stand_on_each_other() -> None:
     assert upper["height"] == pytest.approx(2 * lower["height"], abs=0.05)
 
 
-def test_a_bar_is_labelled_where_its_name_fits() -> None:
-    bars = [
-        Bar(row=0, start=0.0, end=90.0, style="c0", label="long enough", tip="tip"),
-        Bar(row=1, start=90.0, end=91.0, style="c1", label="too long for this", tip=NASTY),
-    ]
-    svg = parse(timeline_chart("", "ms", ["compute", "disk"], bars))
-    labels = [text for text in svg.iterfind("text") if text.attrib["class"] == "inside"]
-    assert [label.text for label in labels] == ["long enough"]
-    assert [tip.text for tip in svg.iterfind("rect/title")] == ["tip", NASTY]
-
-
 def test_a_legend_is_escaped() -> None:
     (item,) = parse(legend([("c0", NASTY)]))
     assert "".join(item.itertext()) == NASTY
-
-
-def test_a_label_that_another_bar_would_cover_is_left_out() -> None:
-    bars = [
-        Bar(row=0, start=0.0, end=10.0, style="update", label="outer", tip="tip"),
-        Bar(row=0, start=0.1, end=9.0, style="update", label="inner", tip="tip"),
-    ]
-    assert re.findall(r'class="inside"[^>]*>(\w+)<', timeline_chart("t", "s", ["row"], bars)) == ["inner"]
-    apart = [bars[0], Bar(row=1, start=0.1, end=9.0, style="update", label="inner", tip="tip")]
-    drawn = re.findall(r'class="inside"[^>]*>(\w+)<', timeline_chart("t", "s", ["row", "row"], apart))
-    assert drawn == ["outer", "inner"]

@@ -14,10 +14,9 @@ import torch
 from tests.support.models import ParityGPT, batch
 from tests.support.trainers import tiered, train
 from tiered_zero.sizes import TIERS
-from tiered_zero.telemetry.page import COLOURS, MAX_BARS, MAX_ROWS, STYLE, draw_timeline, render_page, style_of
+from tiered_zero.telemetry.page import COLOURS, STYLE, render_page, style_of
 from tiered_zero.telemetry.report import CAUSES, StepReport
-from tiered_zero.telemetry.runlog import RunHeader, RunRecord, Timeline, read_run
-from tiered_zero.telemetry.spans import LANES, Span
+from tiered_zero.telemetry.runlog import RunHeader, RunRecord, read_run
 
 MIB = 1 << 20
 VOID = {"meta", "br"}
@@ -77,15 +76,7 @@ def make_run(num_steps: int = 3) -> RunRecord:
         )
         for step in range(1, num_steps + 1)
     ]
-    spans = [
-        Span(lane="compute", name="forward", start_s=1.0, end_s=1.4, nbytes=0, kind="forward"),
-        Span(lane="compute", name="block.0", start_s=1.0, end_s=1.1, nbytes=0, kind="wait_param"),
-    ]
-    spans += [
-        Span(lane="disk read", name="block.0", start_s=1.0 + i / 10, end_s=1.15 + i / 10, nbytes=MIB, kind="read")
-        for i in range(2)
-    ]
-    return RunRecord(header=header, steps=steps, timeline=Timeline(step=2, spans=spans))
+    return RunRecord(header=header, steps=steps)
 
 
 def test_it_is_whole_html_without_anything_from_outside() -> None:
@@ -99,10 +90,9 @@ def test_it_is_whole_html_without_anything_from_outside() -> None:
 
 def test_it_shows_what_was_recorded() -> None:
     words = Outline(render_page(make_run(), "run.jsonl")).words
-    for expected in ("run.jsonl", "gpt <b>", "5.000 → 1.667", "disk read (80% busy)", "Timeline of step 2"):
+    for expected in ("run.jsonl", "gpt <b>", "5.000 → 1.667", "disk read (80% busy)"):
         assert expected in words
     for expected in (
-        "disk read (2)",
         "wait_param (compute waits for parameters to arrive) 100",
         "paged parameters2.0 MiB1.0 MiB",
         "nvmein all6.0 MiB-",
@@ -147,41 +137,13 @@ def test_a_run_that_was_resumed_says_after_which_step() -> None:
 
 def test_what_was_not_recorded_is_said() -> None:
     words = Outline(render_page(RunRecord(header=RunHeader(model="m", num_parameters=0)), "empty")).words
-    assert words.count("Not recorded.") == 10
+    assert words.count("Not recorded.") == 9
     bare = RunRecord(
         header=RunHeader(model="m", num_parameters=0),
         steps=[StepReport(step=1, wall_s=1.0, seconds={"other": 1.0}, loss=math.nan)],
     )
     words = Outline(render_page(bare, "bare")).words
-    assert "Steps/s" in words and words.count("Not recorded.") == 8
-
-
-def test_a_timeline_of_many_spans_keeps_the_longest() -> None:
-    run = make_run()
-    run.timeline = Timeline(
-        step=1,
-        spans=[
-            Span(lane="update", name="x", start_s=float(i), end_s=i + (i + 1) / 1e4, nbytes=0, kind="update")
-            for i in range(MAX_BARS + 5)
-        ],
-    )
-    page = render_page(run, "long")
-    assert page.count("update: x") == MAX_BARS
-    assert "The 5 shortest spans are left out." in page
-
-
-def test_a_timeline_begins_with_the_step_and_stays_low() -> None:
-    """Reads that were begun under the step before are drawn from its start on, and of many at a time only some."""
-    reads = [
-        Span(lane="disk read", name=f"r{i}", start_s=8.0 + i / 100, end_s=12.0 + i / 100, nbytes=0, kind="read")
-        for i in range(20)
-    ]
-    early = Span(lane="disk read", name="early", start_s=8.0, end_s=9.0, nbytes=0, kind="read")
-    step = Span(lane="compute", name="forward", start_s=10.0, end_s=14.0, nbytes=0, kind="forward")
-    svg = draw_timeline(Timeline(step=1, spans=[*reads, early, step]))
-    assert "early (read)" not in svg and svg.count("(read)") == MAX_ROWS
-    assert "disk read: r0 (read), 2 s" in svg and "r5 (read)" in svg and "r6 (read)" not in svg
-    assert "compute: forward (forward), 4 s" in svg
+    assert "Steps/s" in words and words.count("Not recorded.") == 7
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 121, 5000])
@@ -194,7 +156,7 @@ def test_every_name_has_a_colour_in_light_and_in_dark() -> None:
     names = set(re.findall(r"(--[\w-]+):", light))
     assert names == set(re.findall(r"(--[\w-]+):", dark))
     assert set(re.findall(r"var\((--[\w-]+)\)", STYLE)) - {"--it"} <= names
-    for name in (*CAUSES, *LANES, *TIERS):
+    for name in (*CAUSES, *TIERS):
         assert name in COLOURS and f".{style_of(name)} {{" in STYLE
     assert style_of("something new") == "other"
 

@@ -11,8 +11,7 @@ import pytest
 
 from tiered_zero.errors import ConfigError, StoreError
 from tiered_zero.telemetry.report import StepReport
-from tiered_zero.telemetry.runlog import RunHeader, RunLog, Timeline, read_run
-from tiered_zero.telemetry.spans import Span
+from tiered_zero.telemetry.runlog import RunHeader, RunLog, read_run
 
 HEADER = RunHeader(
     model="gpt",
@@ -21,20 +20,12 @@ HEADER = RunHeader(
     facts={"engine": "threads"},
 )
 STEPS = [StepReport(step=step, wall_s=1.0, seconds={"forward": 1.0}, loss=5.0 / step, tokens=8) for step in (1, 2, 3)]
-TIMELINE = Timeline(
-    step=2,
-    spans=[
-        Span(lane="compute", name="block.0", start_s=1.0, end_s=2.0, nbytes=0, kind="forward"),
-        Span(lane="disk read", name="x", start_s=1.5, end_s=1.6, nbytes=512, kind="read"),
-    ],
-)
 
 
 def write_run(path: Path) -> None:
     with closing(RunLog(HEADER, path)) as log:
         log.add(STEPS[0])
         log.add(STEPS[1])
-        log.add_timeline(TIMELINE)
         log.add(STEPS[2])
 
 
@@ -44,11 +35,10 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     run = read_run(path)
     assert run.header == HEADER
     assert run.steps == STEPS
-    assert run.timeline == TIMELINE
     assert run.end_save_s == 0 and run.report.planned_nbytes == {"device": 8}
     assert run.report.last_loss == pytest.approx(5 / 3)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert [json.loads(line)["record"] for line in path.read_text().splitlines()][0::5] == ["header", "footer"]
+    assert [json.loads(line)["record"] for line in path.read_text().splitlines()][0::4] == ["header", "footer"]
 
 
 def test_a_file_that_is_there_is_kept_under_another_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -88,7 +78,6 @@ def test_a_run_cut_off_anywhere_keeps_its_whole_lines(tmp_path: Path) -> None:
         "{}",
         '{"record": "step"}',
         '{"record": "header"}',
-        '{"record": "timeline", "spans": [[1]]}',
         "\u2028",
     ],
 )
@@ -98,6 +87,15 @@ def test_another_file_is_refused_with_its_line(tmp_path: Path, line: str) -> Non
     path.write_text(f"{header}\n{line}\n", encoding="utf-8")
     with pytest.raises(StoreError, match="line 2"):
         read_run(path)
+
+
+def test_a_line_of_another_version_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    write_run(path)
+    header, *lines = path.read_text().splitlines(keepends=True)
+    timeline = {"record": "timeline", "step": 3, "spans": [["compute", "forward", 1.0, 2.0, 0, "forward"]]}
+    path.write_text("".join((header, json.dumps(timeline), "\n", *lines)))
+    assert read_run(path).steps == STEPS
 
 
 def test_a_step_before_the_header_is_refused(tmp_path: Path) -> None:

@@ -6,14 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import groupby, pairwise, zip_longest
+from itertools import groupby, pairwise
 from statistics import fmean
 
-WIDTH, WIDE, HEIGHT = 720, 1320, 280
+WIDTH, HEIGHT = 720, 280
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 12, 44
-CHAR_WIDTH = 7.3
-"""Width of a character of the 13 px labels, in px; slightly more than average."""
-
 NOT_RECORDED = '<p class="none">Not recorded.</p>'
 MAX_POINTS = 120
 """The most points that a chart draws for one series. See `thin`."""
@@ -30,27 +27,11 @@ class Series:
     points: Points
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bar:
-    """A bar on a timeline. `row`: the row's index, from the top. `start`, `end`: x values. `style`: the CSS class of
-    the bar's colour. `tip`: the text shown on hovering."""
-
-    row: int
-    start: float
-    end: float
-    style: str
-    label: str
-    tip: str
-
-
 class Plot:
     """A plotting area with axes, as SVG. `x` and `y` convert values to px."""
 
-    def __init__(
-        self, size: tuple[float, float], x_range: tuple[float, float], y_range: tuple[float, float], left: float = LEFT
-    ):
-        self._width, self._height = size
-        self.left, self.right, self.top, self.bottom = left, self._width - RIGHT, TOP, self._height - BOTTOM
+    def __init__(self, x_range: tuple[float, float], y_range: tuple[float, float]):
+        self.left, self.right, self.top, self.bottom = LEFT, WIDTH - RIGHT, TOP, HEIGHT - BOTTOM
         self._x_range, self._y_range = _widened(x_range), _widened(y_range)
         self._parts: list[str] = []
 
@@ -68,14 +49,14 @@ class Plot:
     def text(self, x: float, y: float, text: str, style: str) -> None:
         self.draw(f'<text class="{style}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>')
 
-    def x_axis(self, label: str, whole: bool = False) -> None:
-        """Draw the x axis. `whole`: put ticks at whole numbers only."""
+    def x_axis(self, label: str) -> None:
+        """Draw the x axis, with ticks at whole numbers."""
         self.draw(f'<path class="axis" d="M{self.left:.1f} {self.bottom:.1f}H{self.right:.1f}"/>')
-        for tick in ticks(*self._x_range, count=8, smallest=1.0 if whole else 0.0):
+        for tick in ticks(*self._x_range, count=8, smallest=1.0):
             x = self.x(tick)
             self.draw(f'<path class="axis" d="M{x:.1f} {self.bottom:.1f}v4"/>')
             self.text(x, self.bottom + 16, format_tick(tick), "tick middle")
-        self.text((self.left + self.right) / 2, self._height - 6, label, "label middle")
+        self.text((self.left + self.right) / 2, HEIGHT - 6, label, "label middle")
 
     def y_axis(self, label: str) -> None:
         for tick in ticks(*self._y_range, count=5):
@@ -89,7 +70,7 @@ class Plot:
 
     def svg(self, title: str) -> str:
         inner = "\n".join(self._parts)
-        box = f'viewBox="0 0 {self._width:.0f} {self._height:.0f}" style="max-width: {self._width:.0f}px"'
+        box = f'viewBox="0 0 {WIDTH} {HEIGHT}" style="max-width: {WIDTH}px"'
         return f'<svg {box} role="img" aria-label="{escape(title)}">\n{inner}\n</svg>'
 
 
@@ -100,9 +81,9 @@ def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series],
     if not ys:
         return NOT_RECORDED
     xs = [x for line in series for x, _ in line.points]
-    plot = Plot((WIDTH, HEIGHT), (min(xs), max(xs)), rounded(0.0 if from_zero else min(ys), max(ys)))
+    plot = Plot((min(xs), max(xs)), rounded(0.0 if from_zero else min(ys), max(ys)))
     plot.y_axis(y_label)
-    plot.x_axis(x_label, whole=True)
+    plot.x_axis(x_label)
     for line in thinned:
         runs = groupby(line.points, key=lambda point: math.isfinite(point[1]))
         for run in ([*points] for is_finite, points in runs if is_finite):
@@ -123,7 +104,7 @@ def stacked_chart(title: str, x_label: str, y_label: str, layers: Sequence[Serie
     xs = [x for x, _ in thinned[0]]
     step = min((after - before for before, after in pairwise(xs)), default=1.0)
     highest = max(sum(points[index][1] for points in thinned) for index in range(len(xs)))
-    plot = Plot((WIDTH, HEIGHT), (xs[0] - step / 2, xs[-1] + step / 2), rounded(0.0, min(highest, most)))
+    plot = Plot((xs[0] - step / 2, xs[-1] + step / 2), rounded(0.0, min(highest, most)))
     plot.y_axis(y_label)
     width = max(0.5, plot.x(xs[0] + step) - plot.x(xs[0]) - 0.6)
     base = [0.0] * len(xs)
@@ -134,30 +115,6 @@ def stacked_chart(title: str, x_label: str, y_label: str, layers: Sequence[Serie
             if bottom - top >= 0.05:
                 tip = f"{layer.name}: {value:.3g} {y_label}, {x_label} {x:g}"
                 plot.draw(_rect(plot.x(x) - width / 2, top, width, bottom - top, layer.style, tip))
-    plot.x_axis(x_label, whole=True)
-    return plot.svg(title)
-
-
-def timeline_chart(title: str, x_label: str, rows: Sequence[str], bars: Sequence[Bar]) -> str:
-    """Draw bars in rows. `rows`: names of the rows. A bar's label is drawn if it fits into the bar."""
-    if not bars:
-        return NOT_RECORDED
-    row_height, left = 24.0, 24 + CHAR_WIDTH * max(len(row) for row in rows)
-    height = TOP + row_height * len(rows) + BOTTOM
-    plot = Plot((WIDE, height), (0.0, max(bar.end for bar in bars)), (0.0, 1.0), left)
-    for index, row in enumerate(rows):
-        y = TOP + index * row_height
-        plot.draw(f'<path class="grid" d="M{left:.1f} {y + row_height:.1f}H{plot.right:.1f}"/>')
-        plot.text(left - 8, y + row_height / 2 + 4, row, "tick end")
-    in_order = sorted(bars, key=lambda bar: (bar.row, bar.start))
-    for bar, following in zip_longest(in_order, in_order[1:]):
-        x, y = plot.x(bar.start), TOP + bar.row * row_height + 3
-        width = max(0.4, plot.x(bar.end) - x)
-        plot.draw(_rect(x, y, width, row_height - 6, bar.style, bar.tip))
-        if following is not None and following.row == bar.row:  # `following` may lie inside this bar, and covers it
-            width = min(width, plot.x(following.start) - x)
-        if len(bar.label) * CHAR_WIDTH + 6 <= width:
-            plot.text(x + 4, y + 13, bar.label, "inside")
     plot.x_axis(x_label)
     return plot.svg(title)
 

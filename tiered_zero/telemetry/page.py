@@ -9,10 +9,10 @@ from statistics import median
 
 from tiered_zero.sizes import GIB, KIB, MIB, TIERS, format_nbytes
 from tiered_zero.telemetry.advice import NAMES, explain_pace, explain_prediction
-from tiered_zero.telemetry.charts import NOT_RECORDED, Bar, Series, legend, line_chart, stacked_chart, timeline_chart
+from tiered_zero.telemetry.charts import NOT_RECORDED, Series, legend, line_chart, stacked_chart
 from tiered_zero.telemetry.report import CAUSES, RunReport, StepReport, known_first
-from tiered_zero.telemetry.runlog import RowLayout, RunRecord, Timeline, by_start
-from tiered_zero.telemetry.spans import DRIVER_LANE, LANES, Span, is_wait
+from tiered_zero.telemetry.runlog import RunRecord
+from tiered_zero.telemetry.spans import is_wait
 
 COLOURS = {
     "forward": ("#2f6fb5", "#6aa5e0"),
@@ -26,21 +26,15 @@ COLOURS = {
     "wait_lease": ("#d06a9a", "#f2a8c8"),
     "wait_ranks": ("#7a5230", "#cda678"),
     "wait_activation": ("#8c6d1f", "#cbb062"),
-    "activations": ("#3f8f6f", "#7fcfaf"),
     "save": ("#8a5a83", "#c79bc0"),
     "other": ("#b4bdc4", "#66727b"),
-    "compute": ("#2f6fb5", "#6aa5e0"),
     "fetch": ("#2b8196", "#6cc0d6"),
     "reduce": ("#6d4c41", "#c79a86"),
-    "disk read": ("#4a8638", "#88c476"),
-    "disk write": ("#a8651f", "#e0a860"),
-    "all_gather": ("#4d6fae", "#93b0e6"),
-    "reduce_scatter": ("#7a5c99", "#bda0dd"),
     "device": ("#2f6fb5", "#6aa5e0"),
     "host": ("#1f8a70", "#4fc0a2"),
     "nvme": ("#d9822b", "#f0a35a"),
 }
-"""Name of a cause, lane or tier -> its (light, dark) colours. A cause and a lane of the same name share them."""
+"""Name of a cause or tier -> its (light, dark) colours."""
 
 INKS = {
     "ink": ("#1c2126", "#e6eaed"),
@@ -48,19 +42,18 @@ INKS = {
     "rule": ("#e1e5e8", "#323b42"),
     "page": ("#f5f6f7", "#14181b"),
     "card": ("#ffffff", "#1d2327"),
-    "inside": ("#ffffff", "#101416"),
     "warn": ("#b3261e", "#ff8a80"),
 }
-"""Name of a text or surface -> its (light, dark) colours; `inside` is text on a coloured bar."""
+"""Name of a text or surface -> its (light, dark) colours."""
 
 
 def style_of(name: str) -> str:
-    """Return the CSS class of the cause, lane or tier `name`; `other` if COLOURS does not have it."""
-    return (name if name in COLOURS else "other").replace(" ", "-")
+    """Return the CSS class of the cause or tier `name`; `other` if COLOURS does not have it."""
+    return name if name in COLOURS else "other"
 
 
 def _variables(theme: int) -> str:
-    return " ".join(f"--{name.replace(' ', '-')}: {pair[theme]};" for name, pair in {**COLOURS, **INKS}.items())
+    return " ".join(f"--{name}: {pair[theme]};" for name, pair in {**COLOURS, **INKS}.items())
 
 
 PAGE = """<!doctype html>
@@ -97,9 +90,8 @@ figure { margin: 0 0 16px }
 .charts + figure { margin-top: 16px }
 figcaption { font-weight: 600; margin-bottom: 4px }
 svg { display: block; width: 100%; height: auto; font: 13px system-ui, sans-serif }
-.wide { overflow-x: auto } .wide svg { min-width: 900px }
 .tick { fill: var(--soft); font-variant-numeric: tabular-nums } .label { fill: var(--ink); font-size: 14px }
-.inside { fill: var(--inside); pointer-events: none } .middle { text-anchor: middle } .end { text-anchor: end }
+.middle { text-anchor: middle } .end { text-anchor: end }
 .grid { stroke: var(--rule); fill: none } .axis { stroke: var(--soft); fill: none }
 rect, circle { fill: var(--it) } .line { stroke: var(--it); stroke-width: 1.8; stroke-linejoin: round; fill: none }
 .legend { display: flex; flex-wrap: wrap; gap: 2px 16px; margin: 0 0 4px; padding: 0; font-size: 13px;
@@ -113,15 +105,15 @@ th, td { padding: 3px 16px 3px 0; text-align: left; font-weight: 400; border-bot
 tbody th, tbody td { white-space: nowrap } td { text-align: right } thead { color: var(--soft) }
 .meanings th, .meanings td { vertical-align: top } .meanings td { text-align: left; white-space: normal }
 @media (max-width: 640px) { body { padding: 12px } figure { padding: 10px 12px; overflow-x: auto }
-  svg, .label { font-size: 19px } .label[transform] { display: none } .wide svg { font-size: 13px }
+  svg, .label { font-size: 19px } .label[transform] { display: none }
   th, td { padding-right: 10px } table { font-size: 13px } }
 @media print { body { max-width: none; padding: 0; print-color-adjust: exact; -webkit-print-color-adjust: exact }
-  .wide { overflow: visible } .wide svg { min-width: 0 } figure { break-inside: avoid } }
+  figure { break-inside: avoid } }
 """
 
 STYLE = (
     f":root {{ {_variables(0)} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {_variables(1)} }} }}\n"
-    + "\n".join(f".{style_of(name)} {{ --it: var(--{style_of(name)}) }}" for name in COLOURS)
+    + "\n".join(f".{name} {{ --it: var(--{name}) }}" for name in COLOURS)
     + _RULES
 )
 
@@ -129,14 +121,8 @@ STYLE = (
 CUT_AT = 4.0
 """A step's bar is cut off at this multiple of the median wall time. Else one long step would flatten the others."""
 
-MAX_BARS = 4000
-"""The most bars in a timeline. If a step has more spans, only the longest are drawn."""
-
 MAX_PLACES = 6
 """The most saved checkpoints that the page names."""
-
-MAX_ROWS = 6
-"""The most rows for one lane in a timeline. Spans that need more rows are not drawn."""
 
 
 def render_page(run: RunRecord, title: str) -> str:
@@ -157,7 +143,6 @@ def render_page(run: RunRecord, title: str) -> str:
             _curve(run.steps, "Loss scale", "loss_scale") if any(step.loss_scale != 1 for step in run.steps) else "",
             "</div>",
             _links(run.report),
-            _timeline(run.timeline),
             _plan(run),
             _words("Config: keys that do not have their defaults", run.header.config),
             _words("What the names mean", {name: meaning for name, (meaning, _) in NAMES.items()}),
@@ -268,58 +253,8 @@ def _memory(steps: Sequence[StepReport]) -> str:
     )
 
 
-def _timeline(timeline: Timeline | None) -> str:
-    if timeline is None or not timeline.spans:
-        return _figure("A step's timeline", NOT_RECORDED)
-    left_out = max(0, len(timeline.spans) - MAX_BARS)
-    note = (
-        f"The {left_out:,} shortest spans are left out."
-        if left_out
-        else "Names are drawn where they fit; others on hovering."
-    )
-    note += (
-        f" At most {MAX_ROWS} spans of a lane are drawn at a time. Step {timeline.step} is recorded because the order "
-        "in which units are used is known by then; transfers that began in the step before are drawn from its start. "
-        "param/3 are the parameters of unit 3, state/5 master weights and optimizer state of sub-group 5. A bar "
-        "includes the waits inside it, such as a fetch's wait for the disk: they also have rows of their own "
-        "(wait_...), and the table Links does not count them as busy."
-    )
-    kinds = known_first([*dict.fromkeys((*CAUSES, *LANES))], (_style_name(span) for span in timeline.spans))
-    words = legend([(style_of(kind), _explained(kind)) for kind in kinds])
-    chart = f'<div class="wide">{draw_timeline(timeline)}</div>'
-    return _figure(f"Timeline of step {timeline.step}", chart, words, note)
-
-
-def draw_timeline(timeline: Timeline) -> str:
-    """Draw the longest spans of a step as SVG, in rows by lane. A span that began before the step is drawn from the
-    step's start."""
-    longest = sorted(timeline.spans, key=lambda span: span.start_s - span.end_s)[:MAX_BARS]
-    driver = [span for span in longest if span.lane == DRIVER_LANE]
-    began_s = min(span.start_s for span in driver or longest)
-    within = [span for span in longest if span.end_s > began_s]
-    layout = RowLayout()
-    scale, unit = _seconds_unit(max(span.end_s for span in longest) - began_s)
-    placed = [(layout.place(span), span) for span in by_start(within)]
-    placed = [(place, span) for place, span in placed if place[1] < MAX_ROWS]
-    rows = sorted({place for place, _ in placed}, key=lambda place: (layout.order(place[0]), place[1]))
-    bars = []
-    for place, span in placed:
-        start, end = (max(span.start_s, began_s) - began_s) * scale, (span.end_s - began_s) * scale
-        moved = f", {format_nbytes(span.nbytes)}" if span.nbytes else ""
-        style = style_of(_style_name(span))
-        tip = f"{span.lane}: {span.name} ({span.kind}), {end - start:.3g} {unit}{moved}"
-        bars.append(Bar(row=rows.index(place), start=start, end=end, style=style, label=span.name, tip=tip))
-    names = [name if index == 0 else f"{name} ({index + 1})" for name, index in rows]
-    return timeline_chart("Timeline", unit, names, bars)
-
-
-def _style_name(span: Span) -> str:
-    """Return the span's key in COLOURS: its kind if the span is a wait or on the driver's lane, else its lane."""
-    return span.kind if is_wait(span.kind) or span.lane == DRIVER_LANE else span.lane
-
-
 def _explained(name: str) -> str:
-    """Return `name`, a cause or lane. For a wait add its meaning, because the name alone says too little."""
+    """Return `name`, a cause. For a wait add its meaning, because the name alone says too little."""
     return f"{name} ({NAMES[name][0]})" if is_wait(name) and name in NAMES else name
 
 

@@ -1,8 +1,8 @@
 """Write a run's record (`tiered_zero.report`) and trace (`tiered_zero.trace`) step by step, and read a record.
 
-A record has one JSON object per line: a header, a line per step, one step's timeline, a footer. Lines after the header
-may be missing, and an incomplete last line is ignored. A trace has Chrome's format, for Perfetto. The closing bracket
-of its array may be missing. So both can be read after a kill.
+A record has one JSON object per line: a header, a line per step, a footer. Lines after the header may be missing,
+and an incomplete last line is ignored. A trace has Chrome's format, for Perfetto. The closing bracket of its array may
+be missing. So both can be read after a kill.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,6 @@ from tiered_zero.telemetry.spans import LANES, WAIT_CAUSES, Recorder, Span, is_w
 logger = logging.getLogger("tiered_zero")
 
 FORMAT_VERSION = 1
-
-TIMELINE_STEP = 3
-"""The step whose spans are in the run's record, counted from 1 in this process. By this step the pager knows the order
-in which units are used, so it prefetches them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,25 +51,6 @@ class RunHeader(JsonRecord):
         return {tier: sum(kinds.values()) for tier, kinds in self.planned_nbytes.items()}
 
 
-_COLUMNS = tuple(field.name for field in fields(Span))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timeline:
-    """The spans of one step. In JSON each span is a list of the values of its fields, in order."""
-
-    step: int
-    spans: list[Span]
-
-    def to_json(self) -> dict[str, Any]:
-        return {"step": self.step, "spans": [astuple(span) for span in self.spans]}
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Timeline:
-        spans = [Span(**dict(zip(_COLUMNS, row, strict=True))) for row in values["spans"]]
-        return cls(step=int(values["step"]), spans=spans)
-
-
 @dataclass(kw_only=True)
 class RunRecord:
     """The record of a run as read from its file. `end_save_s`: seconds of saves after the last step; None if the run
@@ -81,7 +58,6 @@ class RunRecord:
 
     header: RunHeader
     steps: list[StepReport] = field(default_factory=list)
-    timeline: Timeline | None = None
     end_save_s: float | None = None
 
     @property
@@ -160,9 +136,6 @@ class RunLog:
     def add(self, report: StepReport) -> None:
         self._write("step", report.to_json())
 
-    def add_timeline(self, timeline: Timeline) -> None:
-        self._write("timeline", timeline.to_json())
-
     def close(self, end_save_s: float = 0.0) -> None:
         """Write the footer, and close the file. Idempotent. `end_save_s`: see RunRecord."""
         self._write("footer", {"end_save_s": end_save_s})
@@ -189,8 +162,6 @@ def read_run(path: str | os.PathLike[str]) -> RunRecord:
                 raise StoreError("there is no header before it")
             elif record == "step":
                 run.steps.append(StepReport.from_json(values))
-            elif record == "timeline":
-                run.timeline = Timeline.from_json(values)
             elif record == "footer":
                 run.end_save_s = float(values["end_save_s"])
         except (ValueError, KeyError, TypeError, AttributeError, StoreError) as error:
@@ -220,7 +191,7 @@ class RowLayout:
 
     def place(self, span: Span) -> tuple[str, int]:
         """Assign a span to a row. Return the name of the span's lane or wait, and the row's index within it. Call this
-        in the order of `by_start`."""
+        in the order of the spans' starts; of spans with the same start, the longest first."""
         name = span.kind if is_wait(span.kind) else span.lane
         rows = self._rows.setdefault(name, [])
         for index, row in enumerate(rows):
@@ -255,11 +226,6 @@ class _Row:
         return True
 
 
-def by_start(spans: Iterable[Span]) -> list[Span]:
-    """Return the spans sorted by their start. Of spans with the same start, the longest comes first."""
-    return sorted(spans, key=lambda span: (span.start_s, -span.end_s))
-
-
 class TraceWriter:
     """Writes spans to a trace file. Used by one thread. `metadata`: labels of the trace. Raises ConfigError."""
 
@@ -276,7 +242,7 @@ class TraceWriter:
         if self._file.closed:
             return
         events: list[dict[str, Any]] = []
-        for span in by_start(spans):
+        for span in sorted(spans, key=lambda span: (span.start_s, -span.end_s)):
             name, row = self._layout.place(span)
             thread = (1 + self._layout.order(name)) * _ROWS_A_LANE + row
             if thread not in self._threads:
@@ -307,13 +273,12 @@ def _about(what: str, thread: int, **args: Any) -> dict[str, Any]:
 
 
 class RunObserver:
-    """Writes each step to the run's record and trace. `report_path`, `trace_path`: their files; None: no file. Sets
-    `recorder.keep_spans` during the steps whose spans are written. Raises ConfigError."""
+    """Writes each step to the run's record and trace. `report_path`, `trace_path`: their files; None: no file. If
+    there is a trace, makes the recorder keep spans. Raises ConfigError."""
 
     def __init__(self, recorder: Recorder, header: RunHeader, report_path: str | None, trace_path: str | None) -> None:
         self._recorder = recorder
         self._log = RunLog(header, report_path) if report_path is not None else None
-        self._num_steps = 0
         try:
             facts = {"model": header.model, **header.facts}
             self._trace = TraceWriter(trace_path, facts) if trace_path is not None else None
@@ -321,18 +286,13 @@ class RunObserver:
             if self._log is not None:
                 self._log.close()
             raise
-        self._keep_spans_for(1)
+        recorder.keep_spans = self._trace is not None
 
     def __call__(self, report: StepReport) -> None:
-        spans = self._recorder.take_spans()
-        self._num_steps += 1
         if self._trace is not None:
-            self._trace.write(spans)
+            self._trace.write(self._recorder.take_spans())
         if self._log is not None:
             self._log.add(report)
-            if self._num_steps == TIMELINE_STEP:
-                self._log.add_timeline(Timeline(step=report.step, spans=spans))
-        self._keep_spans_for(self._num_steps + 1)
 
     def close(self) -> None:
         """Write the remaining spans and the footer. Idempotent."""
@@ -341,6 +301,3 @@ class RunObserver:
             self._trace.close()
         if self._log is not None:
             self._log.close(self._recorder.take_totals().causes.get("save", 0.0))
-
-    def _keep_spans_for(self, step: int) -> None:
-        self._recorder.keep_spans = self._trace is not None or (self._log is not None and step == TIMELINE_STEP)

@@ -14,7 +14,7 @@ import torch
 from tools.acceptance.model import Course, batch, make_config, meta_model
 from tools.acceptance.report import Record, Site, without_names
 from tools.acceptance.speed import size_of
-from tools.step_picture import Intervals, cut, draw_png, rows_of
+from tools.step_picture import Intervals, cut, draw_png, read_trace, rows_of
 
 MARK = "tiered_zero step"
 KEPT = ("traceEvents", "schemaVersion", "deviceProperties", "baseTimeNanoseconds", "displayTimeUnit")
@@ -32,14 +32,13 @@ def profile_step(site: Site) -> Record:
     from torch.profiler import ProfilerActivity, profile
 
     import tiered_zero
-    from tiered_zero.telemetry.runlog import read_run
 
     rows = 4
     size, course = size_of(site, "1.3b"), Course(bf16=True, clip=1.0)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * site.is_cuda
     with tempfile.TemporaryDirectory(dir=site.directory) as folder:
-        run, raw = Path(folder) / "run.jsonl", Path(folder) / "trace.json"
-        config = make_config(course, Path(folder), site.runtime(report=str(run)), rows=rows)
+        engine_trace, raw = Path(folder) / "engine.json", Path(folder) / "profile.json"
+        config = make_config(course, Path(folder), site.runtime(trace=str(engine_trace)), rows=rows)
         marks_s = []
         with tiered_zero.initialize(model=meta_model(size), config=config)[0] as engine:
 
@@ -55,9 +54,8 @@ def profile_step(site: Site) -> Record:
                     step(number)
                 site.synchronize()
         profiler.export_chrome_trace(str(raw))
-        trace, timeline = json.loads(raw.read_text(encoding="utf-8")), read_run(run).timeline
-    assert timeline is not None
-    rows_s, window = rows_of(timeline), (marks_s[2], marks_s[3])
+        trace, window = json.loads(raw.read_text(encoding="utf-8")), (marks_s[2], marks_s[3])
+        rows_s = rows_of(read_trace(engine_trace), window)
     events = [event for event in trace["traceEvents"] if "ts" in event and event.get("ph") == "X"]
     first_us = min(event["ts"] for event in events if event["name"] == MARK and event["cat"] == "user_annotation")
     offset_s = marks_s[1] - first_us / 1e6
