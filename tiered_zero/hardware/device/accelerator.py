@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import mmap
 import random
 import threading
 import time
@@ -46,7 +45,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tiered_zero.concurrency.transfer import COMPLETED, Transfer
 from tiered_zero.errors import EngineFailedError, InternalError, PlanError, RankError
 from tiered_zero.hardware.memory.huge_pages import HugePagePool, PageRange
-from tiered_zero.sizes import HUGE_PAGE_NBYTES, PAGE_NBYTES, align_up
+from tiered_zero.sizes import PAGE_NBYTES, align_up
 from tiered_zero.telemetry.spans import Recorder
 
 logger = logging.getLogger("tiered_zero")
@@ -440,9 +439,6 @@ class Accelerator(ABC):
 # -- the CPU as the device -------------------------------------------------------------------------------------------
 
 
-_LIBC = ctypes.CDLL(None)
-
-
 def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy `source` to `target` without holding the GIL. Raises ValueError unless both are contiguous CPU tensors of
     the same dtype and size."""
@@ -456,14 +452,6 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
         ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
     else:
         target.data.copy_(source)  # .data: autograd's version counters do not change
-
-
-def advise_huge_pages(memory: torch.Tensor) -> None:
-    """Ask Linux to use huge pages for `memory`, a CPU tensor, wherever a whole huge page fits inside it."""
-    start, end = align_up(memory.data_ptr(), HUGE_PAGE_NBYTES), memory.data_ptr() + memory.nbytes
-    nbytes = (end - start) // HUGE_PAGE_NBYTES * HUGE_PAGE_NBYTES
-    if nbytes > 0 and hasattr(mmap, "MADV_HUGEPAGE"):
-        _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.MADV_HUGEPAGE)
 
 
 @final
@@ -518,14 +506,6 @@ class CpuAccelerator(Accelerator):
             return super().alias(flat)
         # a storage of its own, so that it is not found as a view
         return torch.frombuffer(pages.numpy(), dtype=flat.dtype, count=flat.numel())
-
-    def prepare(self, flat: torch.Tensor) -> None:
-        """Ask the system to use huge pages for `flat`, unless it has them already. They cut the page faults of a fetch
-        from thousands to a few. In debug mode, also `poison` the flat."""
-        if self._page_pool is None:  # the pool's places have huge pages already
-            advise_huge_pages(flat)
-        if self._poison:
-            self.poison(flat)
 
     def wait_on_compute(self, transfer: Transfer) -> None:
         if THIS_THREAD.is_lane:
