@@ -13,10 +13,6 @@ from typing import Final, NoReturn, final
 
 from tiered_zero.errors import EngineFailedError, StoreError, TieredZeroError
 
-STOPPED_S = 5.0
-"""If a wait finds more than this many seconds between two clock checks, the process was stopped (Ctrl-Z, suspend). The
-wait's timeout then leaves out that time."""
-
 
 class Transfer(ABC):
     """One asynchronous operation, such as a job of a lane, a disk request or a stage of an update. Any thread may use

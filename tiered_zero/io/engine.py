@@ -17,7 +17,7 @@ from types import FrameType
 
 import numpy
 
-from tiered_zero.concurrency.transfer import STOPPED_S, FailureLatch, Transfer
+from tiered_zero.concurrency.transfer import FailureLatch, Transfer
 from tiered_zero.errors import TransferError
 from tiered_zero.sizes import GIB, MIB, PAGE_NBYTES, align_up, format_nbytes
 from tiered_zero.system import Descriptor, opened
@@ -186,6 +186,10 @@ _POLL_S = 0.005
 """The shortest time in seconds of one blocking wait. A request whose timeout has passed still gets this time, because
 it may be about to complete."""
 
+_STOPPED_S = 5.0
+"""If a wait finds more than this many seconds between two clock checks, the process was stopped (Ctrl-Z, suspend). The
+wait's timeout then leaves out that time."""
+
 
 class File:
     """An open file of an engine. Offsets, lengths and memory addresses of requests are multiples of `alignment`.
@@ -278,7 +282,7 @@ class IOTransfer(Transfer):
         begun_s = looked_s = time.monotonic()
         while not self.finished_within(min(_SLICE_S, max(_POLL_S, self._patience_s(begun_s)))):
             before_s, looked_s = looked_s, time.monotonic()
-            if looked_s - before_s > STOPPED_S:
+            if looked_s - before_s > _STOPPED_S:
                 begun_s = looked_s  # this process was stopped, and the workers with it
             if self._patience_s(begun_s) <= 0.0:
                 raise self.engine.stall(self)

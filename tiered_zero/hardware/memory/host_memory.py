@@ -16,7 +16,6 @@ from typing import final
 
 import torch
 
-from tiered_zero.concurrency.transfer import STOPPED_S
 from tiered_zero.errors import BudgetError
 from tiered_zero.hardware.device.accelerator import Accelerator
 from tiered_zero.hardware.probe import near_cpus
@@ -123,9 +122,6 @@ class HostArena:
 
 logger = logging.getLogger("tiered_zero")
 
-_SLICE_S = 1.0
-"""Seconds between two checks of the clock during a blocked wait."""
-
 
 @final
 class Lease:
@@ -201,25 +197,14 @@ class StagingPool:
             if (lease := self._lease(nbytes, holder)) is not None:
                 return lease
             with self._recorder.span(lane, "wait_lease", f"{self.kind} {holder}".strip()):
-                in_time = self._wait_free()
+                # two waits: if the process is stopped (Ctrl-Z) during the first, the holders have the second
+                half_s = self._timeout_s / 2
+                in_time = any(self._changed.wait_for(lambda: self._free or self._closed, half_s) for _ in range(2))
             if not in_time:
                 raise BudgetError(self._describe_deadlock(holder))
             lease = self._lease(nbytes, holder)
             assert lease is not None, "woken with a free buffer under the lock"
             return lease
-
-    def _wait_free(self) -> bool:
-        """Wait until a buffer is free or the pool is closed. Return False after the timeout. The caller holds the
-        lock."""
-        looked_s = time.monotonic()
-        until_s = looked_s + self._timeout_s
-        while (left_s := until_s - looked_s) > 0:
-            if self._changed.wait_for(lambda: self.num_free or self._closed, min(left_s, _SLICE_S)):
-                return True
-            before_s, looked_s = looked_s, time.monotonic()
-            if looked_s - before_s > STOPPED_S:  # the process was stopped
-                until_s += looked_s - before_s
-        return bool(self.num_free or self._closed)
 
     def holders(self) -> list[tuple[str, float]]:
         """Return (holder, age of the lease in seconds) of each leased buffer, oldest first."""
