@@ -16,7 +16,6 @@ from tiered_zero.io.engine import File, IOTransfer, Request, file_error
 class SyncFile(File):
     path: str
     fd: int
-    alignment: int = 1
 
     def allocate(self, nbytes: int) -> None:
         try:

@@ -35,7 +35,7 @@ Fault = tuple[str, int, str, int]
 """Which call, its number (0: every one), effect, argument; see faulty_libc.c."""
 
 MENDED: dict[str, Fault] = {
-    "every read is short": ("read", 0, "short", 3000),
+    "every read is short": ("read", 0, "short", 7000),
     "every write is short": ("write", 0, "short", 5000),
     "EINTR on a read": ("read", 7, "fail", errno.EINTR),
     "EAGAIN on a write": ("write", 7, "fail", errno.EAGAIN),

@@ -38,8 +38,7 @@ def build_engine(engine_name: str) -> Iterator[BuildEngine]:
     def build(*, direct: bool = False, block_size: int = 8192, queue_depth: int = 3, **others: float) -> IOEngine:
         settings = IOSettings(block_size=block_size, queue_depth=queue_depth)
         io_timeout_s = others.get("io_timeout_s", 20.0)
-        alignment = 4096 if direct else 1
-        engine = ENGINES[engine_name](direct=direct, alignment=alignment, settings=settings, io_timeout_s=io_timeout_s)
+        engine = ENGINES[engine_name](direct=direct, settings=settings, io_timeout_s=io_timeout_s)
         built.append(engine)
         return engine
 

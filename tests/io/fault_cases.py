@@ -226,7 +226,7 @@ def stalled(scene: Scene) -> str:
 def run(directory: Path, name: str, direct: bool) -> None:
     for key, function in CASES.items():
         settings = IOSettings(block_size=BLOCK_NBYTES, queue_depth=2)
-        engine = ENGINES[name](direct=direct, alignment=512 if direct else 1, settings=settings, io_timeout_s=120.0)
+        engine = ENGINES[name](direct=direct, settings=settings, io_timeout_s=120.0)
         path = directory / f"faulty-{name}-{direct}-{key}"
         data, into = memoryview(mmap(-1, NBYTES)), memoryview(mmap(-1, NBYTES))
         data[:] = (bytes(range(251)) * (NBYTES // 251 + 1))[:NBYTES]

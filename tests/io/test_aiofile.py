@@ -17,7 +17,7 @@ from tiered_zero.io.engine import IOSettings
 def test_a_request_that_is_stuck_at_close_ends_without_a_word(
     is_running: bool, swap_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = AiofilesEngine(direct=False, alignment=1, settings=IOSettings(queue_depth=1), io_timeout_s=1e-9)
+    engine = AiofilesEngine(direct=False, settings=IOSettings(queue_depth=1), io_timeout_s=1e-9)
     file = engine.open(str(swap_path / "data"), create=True)
     free, begun = threading.Event(), threading.Event()
     if is_running:

@@ -26,7 +26,7 @@ def build() -> Iterator[Build]:
 
     def build(queue_depth: int = 2, io_timeout_s: float = 120.0) -> AiofilesEngine:
         settings = IOSettings(block_size=4096, queue_depth=queue_depth)
-        built.append(AiofilesEngine(direct=False, alignment=1, settings=settings, io_timeout_s=io_timeout_s))
+        built.append(AiofilesEngine(direct=False, settings=settings, io_timeout_s=io_timeout_s))
         return built[-1]
 
     yield build

@@ -153,11 +153,11 @@ def test_a_failure_without_a_wait_latches_too(build_engine: BuildEngine, swap_pa
 def test_misaligned_requests_are_refused_before_they_start(build_engine: BuildEngine, swap_path: Path) -> None:
     engine = build_engine()
     file = engine.open(str(swap_path / "data"), create=True)
-    file.alignment = 512
-    for offset, memory in ((100, pages(512)), (0, pages(100)), (0, pages(1024)[8:520])):
-        with pytest.raises(TransferError, match="multiples of 512"):
+    file.direct = True
+    for offset, memory in ((512, pages(4096)), (0, pages(512)), (0, pages(8192)[512:4608])):
+        with pytest.raises(TransferError, match="multiples of 4096"):
             engine.write(file, offset, memory)
-    engine.write(file, 512, pages(1024)[512:]).wait()
+    engine.write(file, 4096, pages(8192)[4096:]).wait()
     file.close()
 
 
@@ -248,7 +248,7 @@ def test_a_forked_process_has_no_workers_and_raises(
 def test_an_engine_that_is_dropped_ends_its_threads(engine_name: str, swap_path: Path, reads: bool) -> None:
     before = set(os.listdir("/proc/self/task"))
     (swap_path / "data").write_bytes(bytes(1 << 20))
-    engine = ENGINES[engine_name](direct=False, alignment=1, settings=IOSettings(), io_timeout_s=60.0)
+    engine = ENGINES[engine_name](direct=False, settings=IOSettings(), io_timeout_s=60.0)
     assert set(os.listdir("/proc/self/task")) - before
     if reads:
         file = engine.open(str(swap_path / "data"))

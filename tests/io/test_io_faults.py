@@ -17,7 +17,7 @@ NBYTES = 8192
 
 @pytest.fixture
 def engine() -> Iterator[FaultyEngine]:
-    inner = AiofilesEngine(direct=False, alignment=1, settings=IOSettings(), io_timeout_s=120.0)
+    inner = AiofilesEngine(direct=False, settings=IOSettings(), io_timeout_s=120.0)
     engine = FaultyEngine(inner, io_timeout_s=0.1)
     yield engine
     engine.close()

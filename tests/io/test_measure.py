@@ -13,7 +13,7 @@ from tiered_zero.sizes import MIB
 
 
 def engine() -> FaultyEngine:
-    return FaultyEngine(AiofilesEngine(direct=False, alignment=1, settings=IOSettings(), io_timeout_s=120.0))
+    return FaultyEngine(AiofilesEngine(direct=False, settings=IOSettings(), io_timeout_s=120.0))
 
 
 @pytest.mark.parametrize("one_memory", [False, True])

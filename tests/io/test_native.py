@@ -67,7 +67,7 @@ def build(native_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
 
     def build(block_size: int = 1 << 20, queue_depth: int = 8) -> NativeEngine:
         settings = IOSettings(block_size=block_size, queue_depth=queue_depth)
-        return NativeEngine(direct=False, alignment=1, settings=settings, io_timeout_s=120.0)
+        return NativeEngine(direct=False, settings=settings, io_timeout_s=120.0)
 
     return build
 
@@ -119,7 +119,7 @@ def test_urgent_reads_are_claimed_before_all_that_no_worker_has(
     library = ctypes.CDLL(str(library_path))
     num_noted = ctypes.c_int.in_dll(library, "num_noted")
     settings = IOSettings(block_size=4096, queue_depth=1)
-    engine = NativeEngine(direct=False, alignment=1, settings=settings, io_timeout_s=120.0)
+    engine = NativeEngine(direct=False, settings=settings, io_timeout_s=120.0)
     path = swap_path / "data"
     path.write_bytes(bytes(16 * 4096))
     file = engine.open(str(path))

@@ -22,7 +22,7 @@ class Writer:
         self.calls: list[tuple[int, int]] = []
         self._monkeypatch = monkeypatch
         settings = IOSettings(block_size=8192, queue_depth=1)
-        self.engine = AiofilesEngine(direct=False, alignment=1, settings=settings, io_timeout_s=120.0)
+        self.engine = AiofilesEngine(direct=False, settings=settings, io_timeout_s=120.0)
         self.file = self.engine.open(str(path), create=True)
 
     def write(self, act: Write) -> None:
@@ -42,9 +42,9 @@ def writer(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Writer]
     writer.engine.close()
 
 
-@pytest.mark.parametrize("alignment", [1, 512, 4096])
-def test_a_short_transfer_is_continued_from_an_aligned_offset(writer: Writer, alignment: int) -> None:
-    writer.file.alignment = alignment
+@pytest.mark.parametrize(("direct", "alignment"), [(False, 1), (True, 4096)])
+def test_a_short_transfer_is_continued_from_an_aligned_offset(writer: Writer, direct: bool, alignment: int) -> None:
+    writer.file.direct = direct
     lengths = iter([700, 4096, 5000])
     writer.write(lambda nbytes, offset: min(nbytes, next(lengths, nbytes)))
     done = 0
@@ -75,10 +75,10 @@ def test_a_byte_moved_resets_the_number_of_tries(writer: Writer) -> None:
 
 
 def test_a_write_that_moves_nothing_fails_after_bounded_retries(writer: Writer) -> None:
-    writer.file.alignment = 512
-    lengths = iter([700])
-    with pytest.raises(TransferError, match="wanted 8192 bytes, got 700: EIO"):
-        writer.write(lambda nbytes, offset: next(lengths, 100))  # from 512 on: no further than before
+    writer.file.direct = True
+    lengths = iter([5000])
+    with pytest.raises(TransferError, match="wanted 8192 bytes, got 5000: EIO"):
+        writer.write(lambda nbytes, offset: next(lengths, 100))  # from 4096 on: no further than before
     assert len(writer.calls) == 17
 
 

@@ -43,7 +43,6 @@ def test_the_native_engine_comes_first(swap_path: Path) -> None:
     selection = select_engine(swap_path)
     direct = takes_direct(swap_path)
     assert selection.engine.name == "native" and selection.engine.direct == direct
-    assert selection.engine.alignment in ((512, 4096) if direct else (1,))
     assert selection.reasons[-1].startswith("swap I/O: native engine, ")
     assert works(selection, swap_path)
 
@@ -95,15 +94,12 @@ def refuse_direct(monkeypatch: pytest.MonkeyPatch, refused: Any) -> None:
 
 
 @pytest.mark.usefixtures("no_leaks")
-def test_a_file_system_of_4096_byte_sectors_gets_that_alignment(
-    swap_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_of_4096_byte_sectors_takes_o_direct(swap_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not takes_direct(swap_path):
         pytest.skip(f"the file system of {swap_path} has no O_DIRECT to refuse")
     refuse_direct(monkeypatch, lambda nbytes: nbytes % 4096)
     selection = select_engine(swap_path, prefer="aiofiles")
-    assert (selection.engine.direct, selection.engine.alignment) == (True, 4096)
-    assert "O_DIRECT at 512 is off" in selection.reasons[0] and "EINVAL" in selection.reasons[0]
+    assert selection.engine.direct and len(selection.reasons) == 1
     assert works(selection, swap_path)
 
 
@@ -113,8 +109,9 @@ def test_o_direct_that_opens_but_cannot_write_falls_back_to_buffered(
 ) -> None:
     refuse_direct(monkeypatch, lambda nbytes: True)
     selection = select_engine(swap_path, prefer="aiofiles")
-    assert (selection.engine.direct, selection.engine.alignment) == (False, 1)
-    assert len(selection.reasons) == 3 and "aiofiles engine, buffered I/O, " in selection.reasons[-1]
+    assert not selection.engine.direct
+    tried, chosen = selection.reasons
+    assert "O_DIRECT is off" in tried and "EINVAL" in tried and "aiofiles engine, buffered I/O, " in chosen
     assert works(selection, swap_path)
 
 

@@ -16,7 +16,7 @@ from tiered_zero.io.engine import IOSettings, dump_in_flight, watch
 
 @pytest.fixture
 def stalled(swap_path: Path) -> Iterator[FaultyEngine]:
-    inner = AiofilesEngine(direct=False, alignment=1, settings=IOSettings(), io_timeout_s=120.0)
+    inner = AiofilesEngine(direct=False, settings=IOSettings(), io_timeout_s=120.0)
     engine = FaultyEngine(inner, [Fault("write", nth, "stall") for nth in range(1, 41)])
     file = engine.open(str(swap_path / "data"), create=True)
     engine.write(file, 4096, pages(8192))

@@ -40,7 +40,7 @@ def fill(rig: Rig, name: str, num_pages: int) -> tuple[Home, torch.Tensor]:
 def test_many_fetches_at_once_never_deadlock(
     sizes: list[int], num_buffers: int, buffer_pages: int, order: object
 ) -> None:
-    engine = AiofilesEngine(direct=False, alignment=1, settings=IOSettings(queue_depth=2), io_timeout_s=120.0)
+    engine = AiofilesEngine(direct=False, settings=IOSettings(queue_depth=2), io_timeout_s=120.0)
     with tempfile.TemporaryDirectory(dir="/var/tmp") as path:
         options = {"buffer_nbytes": buffer_pages * PAGE_NBYTES, "num_buffers": num_buffers, "engine": engine}
         with open_rig("nvme", Path(path), lease_timeout_s=60.0, **options) as rig:  # type: ignore[arg-type]

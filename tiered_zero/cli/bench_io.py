@@ -119,7 +119,6 @@ def measure_directory(directory: Path, end_s: float, choices: Sequence[IOSetting
         "aio": {**{name: tried[0][name] for name in ("block_size", "queue_depth")}, "intra_op_parallelism": 1},
         "tiered_zero": {"io_engine": tried[0]["io_engine"]},
         "direct": selection.engine.direct,
-        "alignment": selection.engine.alignment,
         "tried": tried,
         "notes": notes,
     }
@@ -154,7 +153,7 @@ def _print(report: dict[str, Any]) -> None:
         for row in report["tried"]
     ]
     print_table(("engine", "block", "depth", *MODES), rows, title="Best first")
-    access = f"O_DIRECT at {report['alignment']}" if report["direct"] else "buffered"
+    access = "O_DIRECT" if report["direct"] else "buffered"
     click.echo(
         f"{report['seconds']:.0f} s on a file of {format_nbytes(report['file_nbytes'])}, "
         f"{report['file_system'] or 'unknown file system'}, {access}"

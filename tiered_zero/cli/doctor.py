@@ -115,7 +115,7 @@ def _engines(directory: Path) -> Iterator[Finding]:
         selection.engine.close()
         intact = f"a write in {directory} was read back intact"
         if selection.engine.direct:
-            yield Finding(f"engine {name}", GOOD, f"O_DIRECT at {selection.engine.alignment}: {intact}")
+            yield Finding(f"engine {name}", GOOD, f"O_DIRECT: {intact}")
         else:
             why_not = [reason for reason in selection.reasons if " with O_DIRECT " in reason][-1]
             found = f"buffered, through the page cache ({why_not.rpartition(' is off: ')[2]}): {intact}"

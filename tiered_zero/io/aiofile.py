@@ -68,14 +68,14 @@ class AiofilesEngine(IOEngine):
 
     name = "aiofiles"
 
-    def __init__(self, *, direct: bool, alignment: int, settings: IOSettings, io_timeout_s: float) -> None:
+    def __init__(self, *, direct: bool, settings: IOSettings, io_timeout_s: float) -> None:
         """Start the event loop's thread. Raises ConfigError if the thread cannot start or aiofiles cannot be
         imported."""
         try:
             aiofiles: Any = importlib.import_module("aiofiles.os")
         except ImportError as error:
             raise ConfigError(f"the package aiofiles cannot be imported ({error})") from error
-        super().__init__(direct=direct, alignment=alignment, settings=settings, io_timeout_s=io_timeout_s)
+        super().__init__(direct=direct, settings=settings, io_timeout_s=io_timeout_s)
         self._call = aiofiles.wrap(_call)
         self.moved_s = time.monotonic()
         self._num_free = settings.num_workers

@@ -192,15 +192,18 @@ wait's timeout then leaves out that time."""
 
 
 class File:
-    """An open file of an engine. Offsets, lengths and memory addresses of requests are multiples of `alignment`.
-    `drain`: called by `close`; waits until no request of the file is in flight, and returns False if one is stuck."""
+    """An open file of an engine. `direct`: whether it was opened with O_DIRECT. `drain`: called by `close`; waits until
+    no request of the file is in flight, and returns False if one is stuck."""
 
-    def __init__(
-        self, path: str, fd: Descriptor, *, alignment: int, direct: bool, drain: Callable[[File], bool]
-    ) -> None:
-        self.path, self.alignment = path, alignment
-        self.fd, self.direct = int(fd), direct
+    def __init__(self, path: str, fd: Descriptor, *, direct: bool, drain: Callable[[File], bool]) -> None:
+        self.path, self.direct = path, direct
+        self.fd = int(fd)
         self._descriptor, self._drain = fd, drain
+
+    @property
+    def alignment(self) -> int:
+        """Bytes of which each request's offset, length and memory address are multiples."""
+        return PAGE_NBYTES if self.direct else 1
 
     def allocate(self, nbytes: int) -> None:
         """Reserve disk blocks for the first `nbytes` of the file. Raises TransferError if the disk is full."""
@@ -302,10 +305,9 @@ class IOEngine(ABC):
 
     name: str
 
-    def __init__(self, *, direct: bool, alignment: int, settings: IOSettings, io_timeout_s: float) -> None:
-        """`direct`: whether to use O_DIRECT. `alignment`: 512 or 4096 bytes for O_DIRECT; 1 for buffered files."""
-        assert direct or alignment == 1, "buffered files need no alignment"
-        self.direct, self.alignment, self.settings = direct, alignment, settings
+    def __init__(self, *, direct: bool, settings: IOSettings, io_timeout_s: float) -> None:
+        """`direct`: whether to use O_DIRECT."""
+        self.direct, self.settings = direct, settings
         self.io_timeout_s = io_timeout_s
         self.latch = FailureLatch()
         self._pid = os.getpid()
@@ -324,7 +326,7 @@ class IOEngine(ABC):
             fd = opened(path, flags, 0o600)
         except OSError as error:
             raise file_error("create" if create else "open", path, error.errno or errno.EIO) from error
-        return File(path, fd, alignment=self.alignment, direct=self.direct, drain=self._drain)
+        return File(path, fd, direct=self.direct, drain=self._drain)
 
     def read(self, file: File, offset: int, into: memoryview, *, urgent: bool = False) -> IOTransfer:
         """Start to fill `into` with the file's bytes from `offset` on. `urgent`: workers take this read before all
@@ -391,8 +393,8 @@ class IOEngine(ABC):
         self._check_usable(file)
         view = data.cast("B") if data.nbytes else memoryview(b"")
         request = Request(kind=kind, path=file.path, offset=offset, nbytes=view.nbytes, urgent=urgent)
-        if file.alignment > 1 and view.nbytes:
-            _check_aligned(request, view, file.alignment)
+        if file.direct and view.nbytes:
+            _check_aligned(request, view)
         return self._start(file, request, view)
 
     def _check_usable(self, file: File) -> None:
@@ -415,11 +417,10 @@ class IOEngine(ABC):
         return True
 
 
-def _check_aligned(request: Request, view: memoryview, alignment: int) -> None:
+def _check_aligned(request: Request, view: memoryview) -> None:
     address = memory_address(view)
-    if request.offset % alignment or request.nbytes % alignment or address % alignment:
+    if request.offset % PAGE_NBYTES or request.nbytes % PAGE_NBYTES or address % PAGE_NBYTES:
         raise TransferError(
-            f"{request.kind} at {request.path}: O_DIRECT needs multiples of {alignment}; found "
-            f"offset {request.offset}, {request.nbytes} bytes, memory at {address:#x}. "
-            f"Align extents and buffers to {PAGE_NBYTES}."
+            f"{request.kind} at {request.path}: O_DIRECT needs multiples of {PAGE_NBYTES}; found "
+            f"offset {request.offset}, {request.nbytes} bytes, memory at {address:#x}."
         )

@@ -130,9 +130,9 @@ class NativeEngine(IOEngine):
 
     name = "native"
 
-    def __init__(self, *, direct: bool, alignment: int, settings: IOSettings, io_timeout_s: float) -> None:
+    def __init__(self, *, direct: bool, settings: IOSettings, io_timeout_s: float) -> None:
         """Load the library and start its threads. Raises ConfigError if either fails."""
-        super().__init__(direct=direct, alignment=alignment, settings=settings, io_timeout_s=io_timeout_s)
+        super().__init__(direct=direct, settings=settings, io_timeout_s=io_timeout_s)
         self.library = load_library()
         self.pool = ctypes.c_void_p()
         self._lock = threading.Lock()

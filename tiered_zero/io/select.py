@@ -119,9 +119,6 @@ ENGINES: dict[str, Callable[..., IOEngine]] = {
 }
 """Engines by name, best first."""
 
-_ACCESS = ((True, 512), (True, PAGE_NBYTES), (False, 1))
-"""Pairs (whether to use O_DIRECT, alignment in bytes), in the order in which they are tried."""
-
 PROBE_PREFIX = ".tiered-zero-probe-"
 """The name prefix of the temporary files with which engines are tried. A killed process may leave such a file."""
 
@@ -152,14 +149,14 @@ def select_engine(
 
     def trial(engine: IOEngine) -> None:
         for path in paths:
-            _try(engine, path, 2 * max(engine.alignment, 512))
+            _try(engine, path)
 
     found, tried = _first_working(names, settings or IOSettings(), io_timeout_s, trial)
     if found is None:
         raise ConfigError(f"no I/O engine works in {', '.join(paths)}: {'; '.join(tried)}")
-    how = f"direct I/O ({found.alignment}-byte aligned)" if found.direct else "buffered I/O"
+    how = "direct" if found.direct else "buffered"
     line = (
-        f"swap I/O: {found.name} engine, {how}, {found.settings.num_workers} requests at once, "
+        f"swap I/O: {found.name} engine, {how} I/O, {found.settings.num_workers} requests at once, "
         "write-and-read check passed"
     )
     return Selection(engine=found, reasons=(*tried, line))
@@ -189,10 +186,10 @@ def _first_working(
     """Return the first engine that passes `trial`, or None if no engine does. Also return one line of text for each
     failed trial. `names`: the engines, best first. `trial`: raises TransferError if the engine does not work."""
     working, reasons = [*names], list[str]()
-    for direct, alignment in _ACCESS:
+    for direct in (True, False):
         for name in [*working]:
             try:
-                engine = ENGINES[name](direct=direct, alignment=alignment, settings=settings, io_timeout_s=io_timeout_s)
+                engine = ENGINES[name](direct=direct, settings=settings, io_timeout_s=io_timeout_s)
             except ConfigError as error:
                 reasons.append(f"{name} is off: {error}")
                 working.remove(name)
@@ -202,7 +199,7 @@ def _first_working(
                 return engine, reasons
             except TransferError as error:
                 engine.close()
-                access = f"O_DIRECT at {alignment}" if direct else "buffered access"
+                access = "O_DIRECT" if direct else "buffered access"
                 reasons.append(f"{name} with {access} is off: {error}")
             except Exception:
                 engine.close()
@@ -220,18 +217,19 @@ def _try_to_read(engine: IOEngine, path: str) -> None:
         file.close()
 
 
-def _try(engine: IOEngine, directory: str, nbytes: int) -> None:
+def _try(engine: IOEngine, directory: str) -> None:
     """Write a temporary file in `directory`, sync it, read it back and compare. Raises TransferError."""
     path = os.path.join(directory, f"{PROBE_PREFIX}{secrets.token_hex(8)}")
-    half = nbytes // 2  # the alignment to test, of the file offset and of the memory
-    memory = memoryview(mmap.mmap(-1, 2 * nbytes + 2 * PAGE_NBYTES))
-    written, back = memory[half : half + nbytes], memory[half + nbytes : half + 2 * nbytes]
+    # the file offset and the addresses are odd multiples of a page: aligned to no more than that
+    at, nbytes = PAGE_NBYTES, 2 * PAGE_NBYTES
+    memory = memoryview(mmap.mmap(-1, at + 2 * nbytes))[at:]
+    written, back = memory[:nbytes], memory[nbytes:]
     written[:] = secrets.token_bytes(nbytes)
     file = engine.open(path, create=True)
     try:
-        engine.write(file, half, written).wait()
+        engine.write(file, at, written).wait()
         engine.sync(file).wait()
-        engine.read(file, half, back).wait()
+        engine.read(file, at, back).wait()
     finally:
         file.close()
         with contextlib.suppress(OSError):

@@ -71,7 +71,6 @@ class Bench(NamedTuple):
     def ours(self, mode: str, way: Way) -> float:
         engine = ENGINES[way.engine](
             direct=self.selection.engine.direct,
-            alignment=self.selection.engine.alignment,
             settings=IOSettings(block_size=way.block_nbytes, queue_depth=way.depth),
             io_timeout_s=60.0,
         )
@@ -192,7 +191,7 @@ def main() -> None:
         extra = {"unit": "GB/s", "ways": {name: way._asdict() for name, way in ways.items()}}
         extra |= {"ratio_to_fio": to_fio, "ratio_of_medians": of_medians}
         engine, reasons = selection.engine, selection.reasons
-        access = {"direct": engine.direct, "alignment": engine.alignment, "reasons": reasons}
+        access = {"direct": engine.direct, "reasons": reasons}
         arguments = {key: value for key, value in vars(options).items() if key not in ("dir", "out")}
         append_record(options.out, "io", arguments, samples, bound, **extra, **access)
 
