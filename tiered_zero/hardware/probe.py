@@ -1,4 +1,4 @@
-"""Read facts about the machine, such as free memory, processors and NUMA nodes. Works without /proc or cgroups, too."""
+"""Read facts about the machine, such as free memory, processors and NUMA nodes. Works without cgroups, too."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+import psutil
 import torch
 
 from tiered_zero.system import cgroup_folders, read_text
@@ -55,13 +56,13 @@ def available_device_nbytes(device: torch.device, own: Iterable[torch.Tensor] = 
     return free + unused + sum(tensor.nbytes for tensor in own if tensor.device == torch.device(device.type, index))
 
 
-def total_host_nbytes(proc: Path = PROC) -> int:
-    return _meminfo(proc).get("MemTotal") or _physical_nbytes()
+def total_host_nbytes() -> int:
+    return int(psutil.virtual_memory().total)
 
 
 def available_host_nbytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
     """Return the bytes that this process can allocate: the lesser of MemAvailable and the bytes left in its cgroups."""
-    bounds = [_meminfo(proc).get("MemAvailable") or _physical_nbytes()]
+    bounds = [int(psutil.virtual_memory().available)]
     for folder in cgroup_folders("memory", proc, cgroup):
         limit = _read_int(folder / "memory.max", folder / "memory.limit_in_bytes")
         usage = _read_int(folder / "memory.current", folder / "memory.usage_in_bytes")
@@ -86,16 +87,6 @@ def huge_pages(system: Path = SYSTEM) -> str | None:
 def _inactive_file_nbytes(folder: Path) -> int:
     stat = dict(line.split(maxsplit=1) for line in read_text(folder / "memory.stat").splitlines())
     return int(stat.get("total_inactive_file") or stat.get("inactive_file") or 0)
-
-
-def _meminfo(proc: Path) -> dict[str, int]:
-    """Read /proc/meminfo. Return field name -> bytes."""
-    fields = (line.split() for line in read_text(proc / "meminfo").splitlines())
-    return {name.rstrip(":"): int(kib) * 1024 for name, kib, *_ in fields}
-
-
-def _physical_nbytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _read_int(*candidates: Path) -> int | None:
