@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from tests import conftest
-from tests.support.rings import FIRST, TESTS, mark_full
+from tests.support.rings import FIRST, TESTS, choose_ring, mark_full
 
 
 def test_every_file_of_the_first_ring_exists() -> None:
@@ -30,6 +30,14 @@ def test_what_is_collected(source: str, pytestconfig: pytest.Config) -> None:
     assert ("not full and " in given.option.markexpr) == is_first
     for name in ("gpu", "cuda_wheel", "thorough", "clients"):
         assert f"not {name}" in given.option.markexpr
+
+
+def test_full_collects_no_file_of_the_first_ring() -> None:
+    given = SimpleNamespace(option=SimpleNamespace(markexpr="full"), args_source=pytest.Config.ArgsSource.TESTPATHS)
+    given.args = ["tests"]
+    choose_ring(cast(pytest.Config, given))
+    first = {str(file) for path in FIRST for file in ([path] if path.is_file() else path.rglob("test_*.py"))}
+    assert set(given.args) == set(map(str, TESTS.rglob("test_*.py"))) - first and first
 
 
 @pytest.mark.parametrize(

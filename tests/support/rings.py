@@ -41,17 +41,22 @@ _BY_NAME = ("clients", "cuda_wheel", "gpu", "thorough")
 
 
 def choose_ring(config: pytest.Config) -> None:
-    """Let a plain `pytest` collect the first ring alone, and paths that are named all their tests."""
-    if _NOT_FULL not in config.option.markexpr:
-        return
-    if config.args_source is pytest.Config.ArgsSource.ARGS:
+    """Let a plain `pytest` collect the first ring alone, `-m full` all but that, and paths that are named all their
+    tests."""
+    is_named = config.args_source is pytest.Config.ArgsSource.ARGS
+    if _NOT_FULL in config.option.markexpr and is_named:
         config.option.markexpr = config.option.markexpr.replace(_NOT_FULL, "")
-    else:
+    elif _NOT_FULL in config.option.markexpr:
         config.args[:] = map(str, FIRST)
+    elif config.option.markexpr == "full" and not is_named:
+        config.args[:] = [str(path) for path in sorted(TESTS.rglob("test_*.py")) if not _is_first(path)]
+
+
+def _is_first(path: Path) -> bool:
+    return any(path.is_relative_to(first) for first in FIRST)
 
 
 def mark_full(item: pytest.Item) -> None:
     """Mark a test `full` that the first ring lacks, and that no other marker names."""
-    is_first = any(item.path.is_relative_to(path) for path in FIRST)
-    if not is_first and not any(item.get_closest_marker(name) for name in _BY_NAME):
+    if not _is_first(item.path) and not any(item.get_closest_marker(name) for name in _BY_NAME):
         item.add_marker("full")
