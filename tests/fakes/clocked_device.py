@@ -199,12 +199,8 @@ class ClockedAccelerator(Accelerator):
         if finish:
             Mark(self.clocks).synchronize()
 
-    def prepare(self, flat: torch.Tensor) -> None:
-        """The memory has just been allocated, which compute's stream orders."""
-        self.clocks.touch(flat, writes=True)
-
     def poison(self, flat: torch.Tensor, dtype: torch.dtype | None = None) -> None:
-        """The memory is about to be freed."""
+        """The memory was just allocated, or is about to be freed: compute's stream orders both."""
         if self.clocks.stream == "compute":
             self.clocks.touch(flat, writes=True)
 

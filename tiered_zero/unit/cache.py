@@ -230,7 +230,7 @@ class UnitCache:
         self._order.move_to_end(paged)
         paged.begin_fetch()
         try:
-            self._accelerator.prepare(storage.flat)
+            self._accelerator.poison(storage.flat)
             home, own = self._inventory.home(unit, "param"), storage.flat[paged.own]
             fetch = paged.fetch = home.tier.fetch(home.slot, own, self._inventory.last_update(unit))
             if own.numel() < unit.numel:

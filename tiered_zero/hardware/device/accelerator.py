@@ -382,10 +382,6 @@ class Accelerator(ABC):
         for transfer in [lane.submit(lambda: None) for lane in lanes]:
             transfer.wait()
 
-    def prepare(self, flat: torch.Tensor) -> None:
-        """Prepare `flat` for use after its memory was allocated. In debug mode, `poison` it."""
-        self.poison(flat)
-
     def reserve_place(self, nbytes: int, window_nbytes: int) -> PageRange | None:
         """Reserve addresses for a flat (the 1-D tensor of a unit) that is fetched and evicted. Return None if the
         device's allocator provides the flat's memory. `window_nbytes`: the most bytes that all such flats have on the
