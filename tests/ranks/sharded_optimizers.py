@@ -466,6 +466,7 @@ def open_together(swap_path: str) -> None:
         assert "host_memory_limit" in error_of(make, PlanError if rank else RankError)
         dist.barrier()
         assert not os.listdir(swap_path)
+        dist.barrier()  # else the other rank opens its tiers first
         offload.pop("host_memory_limit", None)
         with make() as optimizer:
             if rank:
