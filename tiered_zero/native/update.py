@@ -33,7 +33,7 @@ class Dtype(enum.IntEnum):
     REMAINDER = 3
     """The low half of a master, as an int16; only for Adam. The kernel adds it to the high half, the bfloat16 `out`.
     The masters half a step above and half a step below `out` have the same remainder. The sign bit of the second moment
-    tells them apart (see rules/state_layout.py)."""
+    distinguishes these two (see rules/state_layout.py)."""
 
 
 class Rule(enum.IntEnum):

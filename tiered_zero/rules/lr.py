@@ -147,9 +147,9 @@ class WarmupCosineLR(Schedule):
 
 @final
 class OneCycle(Schedule):
-    """Increases the rate from min to max and lowers it again. With `cycle_momentum`, the momentum betas[0] falls and
-    rises meanwhile, and betas[1] becomes 0.99, as in DeepSpeed. After the cycle, if `decay_step_size` is not 0, the
-    rate decays and the momentum grows."""
+    """Increases the rate from min to max and lowers it again. With `cycle_momentum`, the momentum betas[0] decreases
+    while the rate increases, and the reverse; betas[1] becomes 0.99, as in DeepSpeed. After the cycle, if
+    `decay_step_size` is not 0, the rate decays and the momentum grows."""
 
     _BETA2 = 0.99
 
