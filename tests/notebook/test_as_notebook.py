@@ -13,7 +13,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tests.notebook.local_gpt2 import build_model, load_texts
 from tiered_zero.cli.main import main
 
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore")]  # the libraries warn of each other
@@ -42,6 +41,8 @@ def write_models(folder: Path) -> None:
     """What `from_pretrained` finds by the names "gpt2" and "bert-base-cased", and `load_dataset` by "squad"."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import BertConfig, BertTokenizer, PreTrainedTokenizerFast
+
+    from tests.notebook.local_gpt2 import build_model, load_texts
 
     build_model().save_pretrained(folder / "gpt2")
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,7 @@ def choose_ring(config: pytest.Config) -> None:
         config.args[:] = [str(path) for path in sorted(TESTS.rglob("test_*.py")) if not _is_first(path)]
 
 
+@cache
 def _is_first(path: Path) -> bool:
     return any(path.is_relative_to(first) for first in FIRST)
 
