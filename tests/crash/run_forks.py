@@ -77,6 +77,8 @@ def run(swap_path: Path, policy: str, refusals: bool) -> None:
         pid = os.fork()
         if pid == 0:
             os.write(writing, act().encode())
+            if way not in OWNS_NOTHING:
+                os._exit(0)  # how Python ends is seen with those that own nothing
             raise SystemExit(0)
         os.close(writing)
         status = wait_for(pid)

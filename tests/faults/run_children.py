@@ -43,7 +43,7 @@ def run_child(index: int, swap_path: Path, policy: str, num_steps: int) -> None:
         if failure is not None:
             raise failure.error
         say(child=index, pid=os.getpid(), step=step)
-        time.sleep(0.02)
+        time.sleep(0.1)  # the processor is for those that begin and end
     say(child=index, pid=os.getpid(), digest=digest(dict(named_weights(engine.module))))
     engine.close()
 

@@ -21,5 +21,6 @@ def environment() -> dict[str, str]:
         "PYTHONSAFEPATH": "1",  # the working directory does not come first
         "OMP_NUM_THREADS": str(NUM_THREADS),
         "MKL_NUM_THREADS": str(NUM_THREADS),
+        "OPENBLAS_NUM_THREADS": "1",  # numpy's threads spin when it is imported
         "OMP_WAIT_POLICY": "passive",  # a thread that spins keeps the other tests from the core that it waits for
     }
