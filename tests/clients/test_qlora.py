@@ -149,7 +149,7 @@ def test_the_example_learns_and_saves_its_adapters(firsts, tmp_path, monkeypatch
 
 
 def test_memory_of_the_host_does_not_grow_with_the_base(tmp_path: Path) -> None:
-    """Twice the layers add to the process's own memory what the plan says of adapters (20 bytes an element: gradients
+    """Four times the layers add to the process's own memory what the plan says of adapters (20 bytes an element: gradients
     and, on their way, masters, state and parameters), and at most a sixth of the base's bytes beyond, of modules,
     records of units and inputs of checkpoints: their scales alone, were they kept, would add a ninth more. malloc is
     told to return what is large, so that it is not counted as kept."""
@@ -171,4 +171,5 @@ def test_memory_of_the_host_does_not_grow_with_the_base(tmp_path: Path) -> None:
         added = {key: larger[key] - smaller[key] for key in larger}
         assert added["host"] <= 5 * added["adapters"]
         assert larger["ledger"] <= larger["host"]
-        assert added["grown"] <= added["host"] + added["base"] / 6
+    added = {key: found[-1][key] - found[0][key] for key in found[0]}  # a process of its own differs by 1 MiB
+    assert added["grown"] <= added["host"] + added["base"] / 6
