@@ -149,10 +149,10 @@ def test_the_example_learns_and_saves_its_adapters(firsts, tmp_path, monkeypatch
 
 
 def test_memory_of_the_host_does_not_grow_with_the_base(tmp_path: Path) -> None:
-    """Four times the layers add to the process's own memory what the plan says of adapters (20 bytes an element: gradients
-    and, on their way, masters, state and parameters), and at most a sixth of the base's bytes beyond, of modules,
-    records of units and inputs of checkpoints: their scales alone, were they kept, would add a ninth more. malloc is
-    told to return what is large, so that it is not counted as kept."""
+    """Four times the layers add to the process's own memory what the plan says of adapters (20 bytes an element:
+    gradients and, on their way, masters, state and parameters), and at most a sixth of the base's bytes beyond, of
+    modules, records of units and inputs of checkpoints: their scales alone, were they kept, would add a ninth more.
+    malloc is told to return what is large, so that it is not counted as kept."""
     wide = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 1}
     first = save_first("llama", tmp_path / "first", torch.bfloat16, **wide)
     packed = tmp_path / "packed"

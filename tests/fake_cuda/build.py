@@ -25,7 +25,7 @@ def why_not() -> str:
     if torch.version.cuda is None:
         return (
             f"this torch ({torch.__version__}) has no CUDA: install the build for CUDA 13 in an environment of its "
-            "own (torch 2.11 or 2.13, with its nvidia packages), and choose these tests there"
+            "own (torch 2.11 to 2.14, with its nvidia packages), and choose these tests there"
         )
     if not torch.version.cuda.startswith("13."):
         return f"the fake runtime has the functions of CUDA 13; this torch ({torch.__version__}) is for another"

@@ -107,7 +107,7 @@ def test_what_shares_nothing_that_changes_is_fine(swap_path: Any) -> None:
     assert_parity(build, course, swap_path, make_optimizer=sgd)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("how", ["trace", "script"])
 def test_compiled_torchscript_is_refused(how: str, swap_path: Any) -> None:
     net = Net()

@@ -180,7 +180,7 @@ def _torch() -> Iterator[Finding]:
 
         from tiered_zero.hardware.probe import accelerator_kind, accelerator_names
     except ImportError as error:
-        yield Finding("torch", BAD, f"cannot be imported: {error}", "install torch 2.11 to 2.13")
+        yield Finding("torch", BAD, f"cannot be imported: {error}", "install torch 2.11 to 2.14")
         return
     names, kind = accelerator_names(), accelerator_kind()
     yield Finding("torch", GOOD, str(torch.__version__))

@@ -197,6 +197,9 @@ class SavedViews:
             )
             return saved if inner is tensor else SavedWrapper(wrapper=tensor, view=inner.detach(), inner=saved)
 
+    # torch 2.14 gives the hooks of a program what a selective checkpoint keeps, or warns: this hook is not one of them
+    vars(pack).update(_checkpoint_internal=True, _user_hooks=None)
+
     @runs_outside_modes
     def pack_and_move(self, tensor: torch.Tensor) -> Saved:
         """Save a view of a unit's flat by name, and pass any other tensor to the mover."""
@@ -312,6 +315,12 @@ class _PackInside:
     def __init__(self, views: SavedViews, outer: tuple[Pack, Unpack]) -> None:
         self.views = views
         self._outer = outer
+        self._checkpoint_internal = _is_of_checkpoint(outer[0])
+
+    @property
+    def _user_hooks(self) -> tuple[Pack, Unpack] | None:
+        """The hooks that were innermost where the checkpoint around this began. torch 2.14 asks for them here."""
+        return getattr(self._outer[0], "_user_hooks", None)
 
     def __call__(self, tensor: torch.Tensor) -> Saved:
         saved, (pack, unpack) = self.views.pack(tensor), self._outer
