@@ -1,4 +1,4 @@
-"""Make and lock one run's private sub-directory under each swap path; list runs, and remove ended runs. The file
+"""Make and lock one run's private sub-directory under each swap path, list runs, and remove ended runs. The file
 `owner.json` in each sub-directory names the process that owns the run. The owner holds a flock on the file until the
 process ends."""
 

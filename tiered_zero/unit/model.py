@@ -1,4 +1,4 @@
-"""Describe a model to the layout: its parameters and its module tree. Refuse parameters that cannot be paged."""
+"""Describe a model to the layout: its parameters, buffers and module tree. Refuse parameters that cannot be paged."""
 
 from __future__ import annotations
 

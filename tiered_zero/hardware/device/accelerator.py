@@ -1,4 +1,4 @@
-"""Define the interface of a device: lanes that run jobs during compute, and memory for units. Implement it for the CPU.
+"""Define the interface of a device, and the CPU as one: lanes that run jobs during compute, and memory for units.
 
 [Note: Lanes] A lane is a worker thread with its own device stream: `fetch` carries parameters to the device, `reduce`
 carries gradients to the host. A job is a plain function; it may first wait for a disk transfer, and then launches
