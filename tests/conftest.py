@@ -1,5 +1,6 @@
 """No network, child processes alike, and the ring of tests; what all tests share is in tests/support/fixtures.py."""
 
+import gc
 import importlib
 import os
 
@@ -10,6 +11,7 @@ from tests.support.rings import choose_ring
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 os.environ |= environment()
+gc.disable()  # until `freeze_imports`: what is imported stays, and the collector takes a sixth of the time
 
 
 def pytest_configure(config: pytest.Config) -> None:

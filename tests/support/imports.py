@@ -13,3 +13,4 @@ def freeze_imports() -> None:
 
     gc.collect()
     gc.freeze()
+    gc.enable()
