@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,8 +38,6 @@ class Blocks(nn.Module):
         if self._mode == "selective":
             kept = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
             contexts = {"context_fn": partial(create_selective_checkpoint_contexts, kept)}
-            if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:  # torch 2.14
-                contexts["respect_saved_tensors_hooks"] = True
         return checkpoint(block, x, use_reentrant=False, **contexts)  # type: ignore[no-any-return]
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:

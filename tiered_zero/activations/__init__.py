@@ -10,6 +10,6 @@ calls collectives.
 [Note: Saved storages] Whole storages move. Saved views of one storage share one record if the storage is still alive,
 and if the views share one version counter whose value is unchanged. Autograd keeps a `SavedActivation` for each view.
 These stay on the device: storages below a minimum size, small views of large storages, parameters, subclasses,
-torch.func's wrappers, expanded tensors, and tensors that a selective checkpoint keeps (unless it is told to
-respect_saved_tensors_hooks, in torch 2.14). A write to a saved tensor through `.data` or NumPy goes unnoticed, because
-it changes no counter. The same holds for torch.autograd.graph.save_on_cpu."""
+torch.func's wrappers, expanded tensors, and tensors that a selective checkpoint keeps (no hook sees the latter). A
+write to a saved tensor through `.data` or NumPy goes unnoticed, because it changes no counter. The same holds for
+torch.autograd.graph.save_on_cpu."""

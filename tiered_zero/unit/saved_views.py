@@ -197,9 +197,6 @@ class SavedViews:
             )
             return saved if inner is tensor else SavedWrapper(wrapper=tensor, view=inner.detach(), inner=saved)
 
-    # torch 2.14 gives the hooks of a program what a selective checkpoint keeps, or warns: this hook is not one of them
-    vars(pack).update(_checkpoint_internal=True, _user_hooks=None)
-
     @runs_outside_modes
     def pack_and_move(self, tensor: torch.Tensor) -> Saved:
         """Save a view of a unit's flat by name, and pass any other tensor to the mover."""
@@ -208,6 +205,11 @@ class SavedViews:
             return saved
         with torch._C.DisableTorchFunctionSubclass():
             return self._mover.pack(*saved) or saved
+
+    # torch 2.14 gives a program's hooks what a selective checkpoint keeps, or warns: these hooks are no program's. The
+    # mover could not see a later change in place: these tensors share no version counter with what the hooks get.
+    vars(pack).update(_checkpoint_internal=True, _user_hooks=None)
+    vars(pack_and_move).update(_checkpoint_internal=True, _user_hooks=None)
 
     def hooks_inside(self, outer: tuple[Pack, Unpack] | None) -> tuple[Pack, Unpack] | None:
         """Return the (pack, unpack) hooks to set inside `outer`, the innermost hooks (None: there are none). Return
@@ -315,11 +317,11 @@ class _PackInside:
     def __init__(self, views: SavedViews, outer: tuple[Pack, Unpack]) -> None:
         self.views = views
         self._outer = outer
-        self._checkpoint_internal = _is_of_checkpoint(outer[0])
+        self._checkpoint_internal = getattr(outer[0], "_checkpoint_internal", False)
 
     @property
     def _user_hooks(self) -> tuple[Pack, Unpack] | None:
-        """The hooks that were innermost where the checkpoint around this began. torch 2.14 asks for them here."""
+        """The innermost hooks of the program, if `outer` is not the program's. torch 2.14 asks for them here."""
         return getattr(self._outer[0], "_user_hooks", None)
 
     def __call__(self, tensor: torch.Tensor) -> Saved:
