@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,39 @@ def test_a_compiled_part_keeps_its_bits(swap_path: Path) -> None:
 @pytest.mark.parametrize(("mode", "device"), [("no checkpoint", "cpu"), ("reentrant", "nvme")])
 def test_bf16_keeps_its_bits(mode: str, device: str, swap_path: Path) -> None:
     assert_moves_and_keeps_bits(mode, device, "nvme", swap_path, bf16=True)
+
+
+class ChangesWhatIsKept(nn.Module):
+    """A block under a selective checkpoint that keeps the first product, and changes it in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def _block(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        z = y.tanh()
+        y.add_(1)
+        return self.down(y + z)
+
+    def forward(self, x: Tensor) -> Tensor:
+        arguments: dict[str, Any] = {
+            "context_fn": partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        }
+        if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:  # torch 2.14
+            arguments["respect_saved_tensors_hooks"] = True
+        return checkpoint(self._block, x, use_reentrant=False, **arguments).sum()  # type: ignore[no-any-return]
+
+
+def test_what_a_selective_checkpoint_keeps_is_seen_to_be_changed(swap_path: Path) -> None:
+    x = torch.randn(64, HIDDEN, requires_grad=True)
+    plain = ChangesWhatIsKept()
+    with pytest.raises(RuntimeError, match="has been mutated"):
+        plain(x).backward()
+    with tiered(ChangesWhatIsKept(), swap_path, ("none", "nvme"), adamw, runtime=moved_to("nvme", swap_path)) as engine:
+        loss = engine(x)
+        with pytest.raises(RuntimeError, match="has been mutated"):
+            engine.backward(loss)
 
 
 ZERO_R = {
