@@ -206,8 +206,8 @@ class SavedViews:
         with torch._C.DisableTorchFunctionSubclass():
             return self._mover.pack(*saved) or saved
 
-    # torch 2.14 gives a program's hooks what a selective checkpoint keeps, or warns: these hooks are no program's. The
-    # mover could not see a later change in place: these tensors share no version counter with what the hooks get.
+    # torch 2.14 gives the program's hooks what a selective checkpoint keeps, or warns of it. These hooks are not the
+    # program's: what they would get does not share the kept tensor's version counter, so a change in place went unseen.
     vars(pack).update(_checkpoint_internal=True, _user_hooks=None)
     vars(pack_and_move).update(_checkpoint_internal=True, _user_hooks=None)
 
